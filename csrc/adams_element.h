@@ -1,0 +1,38 @@
+// The AdamS update of one element: the only place in C++ where the mathematics stand.
+#pragma once
+
+#include "vectors.h"
+
+namespace swd {
+
+// What one tensor needs to know besides its elements. The columns of the `scalars` table, in its order,
+// converted to the type that computes.
+template <typename T>
+struct Scalars {
+  T grad_scale;  // clip factor; negative to maximize
+  T one_minus_beta1;
+  T beta2;
+  T one_minus_beta2;
+  T inv_sqrt_bias_correction2;
+  T eps;
+  T decay_factor;
+  T step_size;  // lr / bias_correction1
+};
+
+// V is T or Vector<T>.
+template <bool AMSGRAD, typename V, typename T>
+SWD_INLINE void update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_sq, V grad, const Scalars<T>& s) {
+  grad *= s.grad_scale;
+  exp_avg += s.one_minus_beta1 * (grad - exp_avg);
+  exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * grad * grad;
+  V averaged = exp_avg_sq;
+  if constexpr (AMSGRAD) {
+    // Written so that a NaN in exp_avg_sq is kept, as torch.maximum keeps it.
+    max_exp_avg_sq = max_exp_avg_sq >= exp_avg_sq ? max_exp_avg_sq : exp_avg_sq;
+    averaged = max_exp_avg_sq;
+  }
+  const V denom = square_root(averaged) * s.inv_sqrt_bias_correction2 + s.eps;
+  param = s.decay_factor * param - s.step_size * exp_avg / denom;
+}
+
+}  // namespace swd

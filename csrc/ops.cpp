@@ -1,0 +1,32 @@
+// The operators as PyTorch sees them, on its stable ABI.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+#include "huge_pages.h"
+#include "passes.h"
+
+STABLE_TORCH_LIBRARY(swd_fused, m) {
+  m.def("gradient_sums(Tensor[] grads) -> Tensor");
+  m.def(
+      "max_exp_avg_sq_sums(Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] grads, Tensor scalars) -> Tensor");
+  m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
+  m.def(
+      "update_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
+      "Tensor[] grads, Tensor scalars) -> Tensor");
+  m.def("advise_huge_pages(Tensor tensor) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(swd_fused, CPU, m) {
+  m.impl("gradient_sums", TORCH_BOX(&swd::gradient_sums));
+  m.impl("max_exp_avg_sq_sums", TORCH_BOX(&swd::max_exp_avg_sq_sums));
+  m.impl("exp_avg_sq_sums", TORCH_BOX(&swd::exp_avg_sq_sums));
+  m.impl("update_", TORCH_BOX(&swd::update_));
+  m.impl("advise_huge_pages", TORCH_BOX(&swd::advise_huge_pages));
+}
+
+// Importing the module registers the operators; it has nothing else to offer.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&definition);
+}

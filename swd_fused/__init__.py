@@ -1,0 +1,6 @@
+"""AdamS, Adam with Scheduled Weight Decay (Xie et al., NeurIPS 2023), as one fused step."""
+
+from swd_fused.optimizer import FusedAdamS
+from swd_fused.version import __version__
+
+__all__ = ["FusedAdamS", "__version__"]

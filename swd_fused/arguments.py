@@ -1,0 +1,93 @@
+"""Checks of what users pass in. Each message says what was got, what was wanted and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swd_fused import backends
+
+SCHEDULES = ("exact", "lagged")
+
+
+def check_options(max_grad_norm: float | None, schedule: str, backend: str) -> None:
+    """The options that hold for the whole optimizer, since the schedule and the norm do."""
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm):
+        raise ValueError(_message("max_grad_norm", max_grad_norm, "a number > 0", "Use None to switch clipping off."))
+    if schedule not in SCHEDULES:
+        raise ValueError(_message("schedule", schedule, f"one of {SCHEDULES}"))
+    if schedule == "lagged" and max_grad_norm is not None:
+        raise ValueError(
+            f'FusedAdamS got schedule="lagged" with max_grad_norm={max_grad_norm!r}: clipping needs this step\'s norm '
+            'before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", which then costs '
+            "the same."
+        )
+    if backend not in backends.NAMES:
+        raise ValueError(_message("backend", backend, f"one of {backends.NAMES}"))
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if name == "lr" and isinstance(value, Tensor):
+            if value.numel() != 1 or not value.is_floating_point():
+                raise ValueError(_message(name, value, "a number, or a floating-point tensor with one element"))
+        elif not (_is_number(value) and 0 <= value < math.inf):
+            raise ValueError(_message(name, value, "a finite number >= 0"))
+    betas = group["betas"]
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+        raise ValueError(_message("betas", betas, "two numbers in [0, 1)", "Adam's usual choice is (0.9, 0.999)."))
+    if not (_is_number(group["max_decay"]) and 0 < group["max_decay"] <= 1):
+        raise ValueError(
+            _message(
+                "max_decay", group["max_decay"], "a number in (0, 1]", "1 bounds a step at removing the whole weight."
+            )
+        )
+
+
+def check_lr_value(lr: float | Tensor) -> None:
+    """Reads a tensor's value, so only where waiting for the device does not matter: when a group is added."""
+    if isinstance(lr, Tensor) and not 0 <= float(lr) < math.inf:
+        raise ValueError(_message("lr", lr, "a finite number >= 0"))
+
+
+def check_param(param: Tensor) -> None:
+    if not (param.is_floating_point() or param.is_complex()):
+        raise ValueError(
+            f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a floating-point "
+            "or complex one. Leave it out of the parameter list, or convert it."
+        )
+
+
+def check_adamw_weight_decay(weight_decay: float) -> None:
+    if not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(_message("match_adamw(weight_decay)", weight_decay, "a finite number >= 0, as AdamW takes it"))
+
+
+def is_usable(param: Tensor, grad: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.device == param.device and grad.shape == param.shape
+
+
+def refused_grad(param: Tensor, grad: Tensor) -> RuntimeError:
+    if grad.layout is not torch.strided:
+        wanted = "a dense one. Use sparse=False in the embedding, or set param.grad = param.grad.to_dense()."
+    elif grad.device != param.device:
+        wanted = "one on the parameter's device. Move the model before the backward pass."
+    else:
+        wanted = "one of the parameter's shape. Call zero_grad() after replacing a parameter's data."
+    return RuntimeError(
+        f"FusedAdamS got a {grad.layout} gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape "
+        f"{tuple(param.shape)} on {param.device}, wanted {wanted}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _message(name: str, got: object, wanted: str, advice: str = "") -> str:
+    return f"FusedAdamS got {name}={got!r}, wanted {wanted}. {advice}".rstrip()

@@ -1,0 +1,56 @@
+"""AdamS on the CPU: the C++ kernels of csrc/."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swd_fused import _C  # noqa: F401  registers the operators
+from swd_fused.bucket import Bucket
+
+ops = torch.ops.swd_fused
+
+
+class CpuBackend:
+    name = "cpu"
+
+    def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        moment = torch.empty_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
+        ops.advise_huge_pages(moment)
+        return moment.zero_()
+
+    def gradient_sums(self, grads: list[Tensor]) -> Tensor:
+        sums: Tensor = ops.gradient_sums(grads)
+        return sums
+
+    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
+        sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
+        return sums
+
+    def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:
+        sums: Tensor = ops.max_exp_avg_sq_sums(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, scalars)
+        return sums
+
+    def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
+        exp_avg_sq_sums, grad_sums = ops.update_(
+            bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, scalars
+        )
+        # A boxed operator does not count its writes, and autograd relies on the count to refuse a backward
+        # through weights that have changed since the forward.
+        torch.autograd.graph.increment_version(bucket.params)
+        return exp_avg_sq_sums, grad_sums
+
+
+def _fake_sums(tensors: list[Tensor], *_: object) -> Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
+
+
+def _fake_update(params: list[Tensor], *_: object) -> Tensor:
+    return params[0].new_empty((2, len(params)), dtype=torch.float64)
+
+
+torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums)
+torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums)
+torch.library.register_fake("swd_fused::max_exp_avg_sq_sums")(_fake_sums)
+torch.library.register_fake("swd_fused::update_")(_fake_update)
+torch.library.register_fake("swd_fused::advise_huge_pages")(lambda tensor: None)

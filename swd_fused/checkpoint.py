@@ -1,0 +1,93 @@
+"""State dicts: our own, and those of torch.optim.Adam and AdamW, whose keys are the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swd_fused.arguments import check_group
+from swd_fused.backends import Backend
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+# How torch's Adam was implemented when it saved: nothing that holds here.
+TORCH_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+
+
+def moment_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Never 16 bits: a bfloat16 second moment stalls, since a thousandth of it is below its resolution."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def with_own_steps(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """State whose step counters share no memory, so that each is saved as one number."""
+    return {
+        key: {**values, "step": values["step"].clone()} if "step" in values else values for key, values in state.items()
+    }
+
+
+def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """The saved state of each parameter, after checking that all of it fits."""
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The state dict has groups of {saved_sizes} parameters, this optimizer has groups of {sizes}. "
+            "Build the optimizer with the groups that it was saved with."
+        )
+    params = chain.from_iterable(group["params"] for group in groups)
+    keys = chain.from_iterable(group["params"] for group in saved_groups)
+    by_param = {param: saved_state[key] for param, key in zip(params, keys, strict=True) if saved_state.get(key)}
+    for position, (param, state) in enumerate(by_param.items()):
+        missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+        if missing:
+            raise ValueError(
+                f"The saved state of parameter {position} has {', '.join(map(str, state))}, but no {', '.join(missing)}. "
+                "FusedAdamS continues its own state and that of torch.optim.Adam and AdamW."
+            )
+        for key in MOMENTS:
+            if key in state and state[key].shape != param.shape:
+                raise ValueError(
+                    f"The saved {key} of parameter {position} has shape {tuple(state[key].shape)}, the parameter has "
+                    f"{tuple(param.shape)}. Load the state for the model that it was saved with."
+                )
+    return by_param
+
+
+def loaded_group(own: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved hyper-parameters for the group's own parameters."""
+    group = {**own, **deepcopy({key: value for key, value in saved.items() if key not in ("params", *TORCH_KEYS)})}
+    group["betas"] = tuple(float(beta) for beta in group["betas"])
+    if "max_decay" not in saved and saved.get("weight_decay", 0) != own["weight_decay"]:
+        group["weight_decay"] = own["weight_decay"]
+        warnings.warn(
+            f"The state dict comes from another optimizer, whose weight_decay={saved.get('weight_decay', 0)!r} is not "
+            f"divided by the rms gradient: keeping weight_decay={own['weight_decay']!r}. To go on with the same decay "
+            "call optimizer.match_adamw(weight_decay=...) with the value that AdamW had.",
+            stacklevel=3,
+        )
+    check_group(group)
+    return group
+
+
+def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """A copy of what was saved, on the parameter's device, in the dtype that it was saved in.
+
+    torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
+    """
+    state: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == "step":
+            state[key] = torch.as_tensor(value, dtype=torch.float32).detach().reshape(()).to(param.device, copy=True)
+        elif key in MOMENTS:
+            moment = backend.new_moment(value, moment_dtype(value.dtype), param.device)
+            state[key] = moment.copy_(value)
+        else:
+            state[key] = deepcopy(value)
+    return state
