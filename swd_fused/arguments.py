@@ -16,15 +16,15 @@ SCHEDULES = ("exact", "lagged")
 
 def check_options(max_grad_norm: float | None, schedule: str, backend: str) -> None:
     """The options that hold for the whole optimizer, since the schedule and the norm do."""
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm):
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(_message("max_grad_norm", max_grad_norm, "a number > 0", "Use None to switch clipping off."))
     if schedule not in SCHEDULES:
         raise ValueError(_message("schedule", schedule, f"one of {SCHEDULES}"))
     if schedule == "lagged" and max_grad_norm is not None:
         raise ValueError(
             f'FusedAdamS got schedule="lagged" with max_grad_norm={max_grad_norm!r}: clipping needs this step\'s norm '
-            'before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", which then costs '
-            "the same."
+            'before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", which then '
+            "costs the same."
         )
     if backend not in backends.NAMES:
         raise ValueError(_message("backend", backend, f"one of {backends.NAMES}"))
@@ -58,8 +58,8 @@ def check_lr_value(lr: float | Tensor) -> None:
 def check_param(param: Tensor) -> None:
     if not (param.is_floating_point() or param.is_complex()):
         raise ValueError(
-            f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a floating-point "
-            "or complex one. Leave it out of the parameter list, or convert it."
+            f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a "
+            "floating-point or complex one. Leave it out of the parameter list, or convert it."
         )
 
 
@@ -68,21 +68,20 @@ def check_adamw_weight_decay(weight_decay: float) -> None:
         raise ValueError(_message("match_adamw(weight_decay)", weight_decay, "a finite number >= 0, as AdamW takes it"))
 
 
-def is_usable(param: Tensor, grad: Tensor) -> bool:
-    return grad.layout is torch.strided and grad.device == param.device and grad.shape == param.shape
-
-
-def refused_grad(param: Tensor, grad: Tensor) -> RuntimeError:
-    if grad.layout is not torch.strided:
-        wanted = "a dense one. Use sparse=False in the embedding, or set param.grad = param.grad.to_dense()."
-    elif grad.device != param.device:
-        wanted = "one on the parameter's device. Move the model before the backward pass."
-    else:
-        wanted = "one of the parameter's shape. Call zero_grad() after replacing a parameter's data."
-    return RuntimeError(
-        f"FusedAdamS got a {grad.layout} gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape "
-        f"{tuple(param.shape)} on {param.device}, wanted {wanted}"
-    )
+def check_grads(params: list[Tensor], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        if grad.layout is not torch.strided:
+            wanted = "a dense one. Use sparse=False in the embedding, or set param.grad = param.grad.to_dense()."
+        elif grad.device != param.device:
+            wanted = "one on the parameter's device. Move the model before the backward pass."
+        elif grad.shape != param.shape:
+            wanted = "one of the parameter's shape. Call zero_grad() after replacing a parameter's data."
+        else:
+            continue
+        raise RuntimeError(
+            f"FusedAdamS got a {grad.layout} gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter "
+            f"of shape {tuple(param.shape)} on {param.device}, wanted {wanted}"
+        )
 
 
 def _is_number(value: object) -> bool:

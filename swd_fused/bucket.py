@@ -1,10 +1,9 @@
-"""What one backend steps together, and what it hands to the next step."""
+"""Which tensors are stepped together, and what is kept of that from step to step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,90 +11,94 @@ from torch import Tensor
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
 
-BucketKey = tuple[str, torch.device, bool, bool]  # backend's name, device, amsgrad, complex
+
+class Active(NamedTuple):
+    """Parameters that have a gradient in this step: parallel lists over all groups."""
+
+    group_indices: list[int]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
 
 
 class Bucket:
-    """Tensors with a gradient in this step: parallel lists, with the group that each comes from.
+    """Tensors of one device and backend, all with amsgrad or all without, as parallel lists.
 
     Complex tensors are here as views of real pairs.
+
+    `steps` is the state's own memory, since each `state["step"]` is a view of one of its elements: so a thousand
+    counters advance as one tensor. As a list of tensors they took longer than the update itself. `sums` is a cache of
+    the second moments' sums, never state.
     """
 
-    def __init__(self, key: BucketKey, backend: Backend) -> None:
-        self.key = key
-        _, self.device, self.amsgrad, self.is_complex = key
+    def __init__(self, backend: Backend, amsgrad: bool, positions: list[int], active: Active) -> None:
         self.backend = backend
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.exp_avgs: list[Tensor] = []
-        self.exp_avg_sqs: list[Tensor] = []
-        self.max_exp_avg_sqs: list[Tensor] = []
-        self.group_indices: list[int] = []
-        self.states: list[dict[str, Any]] = []
-
-    def add(self, group_index: int, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        if self.is_complex:
-            param, grad = torch.view_as_real(param), torch.view_as_real(grad.resolve_conj())
-            exp_avg, exp_avg_sq = torch.view_as_real(exp_avg), torch.view_as_real(exp_avg_sq)
-        self.group_indices.append(group_index)
-        self.params.append(param)
-        self.grads.append(grad)
-        self.exp_avgs.append(exp_avg)
-        self.exp_avg_sqs.append(exp_avg_sq)
-        self.states.append(state)
-        if self.amsgrad:
-            max_exp_avg_sq = state["max_exp_avg_sq"]
-            self.max_exp_avg_sqs.append(torch.view_as_real(max_exp_avg_sq) if self.is_complex else max_exp_avg_sq)
+        self.amsgrad = amsgrad
+        self.positions = positions
+        self._states = [active.states[i] for i in positions]
+        self.params = [_as_real(active.params[i]) for i in positions]
+        self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg"), self._moments("exp_avg_sq")
+        self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
+        self.device = self.params[0].device
+        self.group_indices = torch.tensor([active.group_indices[i] for i in positions], device=self.device)
+        self.numels = [param.numel() for param in self.params]
+        self.numel = sum(self.numels)
+        self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
+        self._step_views = list(self.steps.unbind())
+        for state, view in zip(self._states, self._step_views, strict=True):
+            state["step"] = view
+        self.set_sums(backend.exp_avg_sq_sums(self.averaged))
+        self.set_grads(active.grads)
 
     @property
     def averaged(self) -> list[Tensor]:
         """The second moments whose mean is the schedule."""
         return self.max_exp_avg_sqs if self.amsgrad else self.exp_avg_sqs
 
-    def carry(self, last: Carried | None) -> Carried:
-        """What the last step left, if it still belongs to these very tensors, else the same from the state."""
-        step_views = [state["step"] for state in self.states]
-        if last is not None and last.belongs_to(self.averaged, step_views):
-            return last
-        steps = torch.stack([step.to(self.device, torch.float32) for step in step_views])
-        step_views = list(steps.unbind())
-        for state, view in zip(self.states, step_views, strict=True):
-            state["step"] = view
-        numels = [tensor.numel() for tensor in self.averaged]
-        sums = self.backend.exp_avg_sq_sums(self.averaged)
-        return Carried(steps, step_views, numels, self.averaged, sums, versions(self.averaged))
-
-
-@dataclass(eq=False)
-class Carried:
-    """Caches, never state, and checked before they are used.
-
-    But `steps` is the state's own memory, since each `state["step"]` is a view of one of its elements: so a thousand
-    counters advance as one tensor. As a list of tensors they took longer than the update itself.
-    """
-
-    steps: Tensor
-    step_views: list[Tensor]
-    numels: list[int]
-    averaged: list[Tensor]
-    sums: Tensor
-    versions: list[int]
-
-    def belongs_to(self, averaged: list[Tensor], step_views: list[Tensor]) -> bool:
+    def is_current(self) -> bool:
+        """Whether the state still holds these very tensors and nobody else has written to the second moments."""
+        states = self._states
         return (
-            len(self.averaged) == len(averaged)
-            and all(map(is_, self.step_views, step_views))
-            and all(map(is_, self.averaged, averaged))
-            and self.versions == versions(averaged)
+            all(map(is_, self._step_views, [state.get("step") for state in states]))
+            and all(map(is_, self.exp_avgs, [state.get("exp_avg") for state in states]))
+            and all(map(is_, self.exp_avg_sqs, [state.get("exp_avg_sq") for state in states]))
+            and all(map(is_, self.max_exp_avg_sqs, [state.get("max_exp_avg_sq") for state in states]))
+            and self._versions == _versions(self.averaged)
         )
 
-    def advance(self, sums: Tensor) -> None:
-        self.steps.add_(1)
+    def set_grads(self, grads: list[Tensor]) -> None:
+        self.grads = [_as_real(grads[i]) for i in self.positions]
+
+    def set_sums(self, sums: Tensor) -> None:
         self.sums = sums
-        self.versions = versions(self.averaged)
+        self._versions = _versions(self.averaged)
+
+    def _moments(self, key: str) -> list[Tensor]:
+        return [_as_real(state[key]) for state in self._states]
 
 
-def versions(tensors: list[Tensor]) -> list[int]:
-    """torch's counters of in-place changes: they tell when someone else wrote to a tensor."""
+class Arrangement:
+    """The buckets of a step, good for the next one as long as it has the same tensors in the same groups."""
+
+    def __init__(self, active: Active, amsgrads: list[bool], buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._active = active
+        self._amsgrads = amsgrads
+
+    def serves(self, active: Active, amsgrads: list[bool]) -> bool:
+        return (
+            self._amsgrads == amsgrads
+            and self._active.group_indices == active.group_indices
+            and all(map(is_, self._active.params, active.params))
+            and all(map(is_, self._active.states, active.states))
+            and all(bucket.is_current() for bucket in self.buckets)
+        )
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """torch's counters of in-place changes."""
     return [tensor._version for tensor in tensors]

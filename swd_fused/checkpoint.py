@@ -48,8 +48,8 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
         missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
         if missing:
             raise ValueError(
-                f"The saved state of parameter {position} has {', '.join(map(str, state))}, but no {', '.join(missing)}. "
-                "FusedAdamS continues its own state and that of torch.optim.Adam and AdamW."
+                f"The saved state of parameter {position} has {', '.join(map(str, state))}, but no "
+                f"{', '.join(missing)}. FusedAdamS continues its own state and that of torch.optim.Adam and AdamW."
             )
         for key in MOMENTS:
             if key in state and state[key].shape != param.shape:

@@ -34,9 +34,9 @@ class DecayWarning:
                 self._done = True
                 warnings.warn(
                     f"max_decay={max_decay:g} binds in parameter group {index}: at this rms gradient weight_decay="
-                    f"{weight_decay:g} acts like {scheduled:.3g} in AdamW and would remove {lr * scheduled:.3g} of each "
-                    "weight in this step. FusedAdamS divides weight_decay by the rms gradient, so values made for AdamW "
-                    "are far too large: pass those to optimizer.match_adamw(weight_decay=...) instead.",
+                    f"{weight_decay:g} acts like {scheduled:.3g} in AdamW and would remove {lr * scheduled:.3g} of "
+                    "each weight in this step. FusedAdamS divides weight_decay by the rms gradient, so values made for "
+                    "AdamW are far too large: pass those to optimizer.match_adamw(weight_decay=...) instead.",
                     stacklevel=2,
                 )
                 return

@@ -13,18 +13,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from swd_fused import backends, schedule
 from swd_fused.arguments import (
     check_adamw_weight_decay,
+    check_grads,
     check_group,
     check_lr_value,
     check_options,
     check_param,
-    is_usable,
-    refused_grad,
 )
-from swd_fused.bucket import Bucket, BucketKey, Carried
+from swd_fused.bucket import Active, Arrangement, Bucket
 from swd_fused.checkpoint import loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.schedule import Hyper
-from swd_fused.step import BucketStep, take_step
+from swd_fused.step import take_step
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
@@ -59,6 +58,8 @@ class FusedAdamS(Optimizer):
             instead of two. A first step is always exact.
         backend: "cpu" (C++), "torch" (plain PyTorch, any device), or "auto", the best there is. `repr` tells which.
     """
+
+    _arrangement: Arrangement | None
 
     def __init__(
         self,
@@ -128,53 +129,61 @@ class FusedAdamS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         active = self._active()
-        if active:
+        if active.params:
             self._take_step(active)
         return loss
 
-    def _active(self) -> list[tuple[int, Tensor, Tensor]]:
-        """Group index, parameter and gradient wherever there is a gradient, all checked before anything changes."""
-        active = []
+    def _active(self) -> Active:
+        active = Active([], [], [], [])
         for index, group in enumerate(self.param_groups):
             check_group(group)
-            for param in group["params"]:
-                grad = param.grad
-                if grad is not None:
-                    if not is_usable(param, grad):
-                        raise refused_grad(param, grad)
-                    active.append((index, param, grad))
+            params = group["params"]
+            grads = [param.grad for param in params]
+            if any(grad is None for grad in grads):
+                params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            active.group_indices.extend([index] * len(params))
+            active.params.extend(params)
+            active.grads.extend(grads)
+        state = self.state
+        active.states.extend([state.get(param, {}) for param in active.params])
         return active
 
-    def _take_step(self, active: list[tuple[int, Tensor, Tensor]]) -> None:
-        buckets, fresh = self._buckets(active)
-        self._carried = {bucket.key: bucket.carry(self._carried.get(bucket.key)) for bucket in buckets}
+    def _take_step(self, active: Active) -> None:
+        amsgrads = [group["amsgrad"] for group in self.param_groups]
+        first = False
+        if self._arrangement is not None and self._arrangement.serves(active, amsgrads):
+            for bucket in self._arrangement.buckets:
+                bucket.set_grads(active.grads)
+        else:
+            check_grads(active.params, active.grads)
+            first = not any(active.states)
+            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
+            self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
+        buckets = self._arrangement.buckets
         hyper = Hyper.of(self.param_groups, buckets[0].device)
-        steps = [BucketStep(bucket, hyper.to(bucket.device), self._carried[bucket.key]) for bucket in buckets]
-        lagged = self.schedule == "lagged" and not fresh
-        self.exp_avg_sq_mean, self.grad_norm = take_step(steps, hyper, self.max_grad_norm, lagged, self._before_update)
+        lagged = self.schedule == "lagged" and not first
+        self.exp_avg_sq_mean, self.grad_norm = take_step(
+            buckets, hyper, self.max_grad_norm, lagged, self._before_update
+        )
 
-    def _buckets(self, active: list[tuple[int, Tensor, Tensor]]) -> tuple[list[Bucket], bool]:
-        """The step's tensors by backend, device and amsgrad, and whether all of them take their first step."""
-        buckets: dict[BucketKey, Bucket] = {}
-        fresh = True
-        for index, param, grad in active:
-            amsgrad = self.param_groups[index]["amsgrad"]
+    def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
             backend, _ = self._backend_of(param)
-            key = backend.name, param.device, amsgrad, param.is_complex()
-            bucket = buckets.get(key)
-            if bucket is None:
-                bucket = buckets[key] = Bucket(key, backend)
-            state = self.state[param]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = backend.new_moment(param, moment_dtype(param.dtype), param.device)
-            else:
-                fresh = False
-            if amsgrad and "max_exp_avg_sq" not in state:
-                state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-            bucket.add(index, param, grad, state)
-        return list(buckets.values()), fresh
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = backend.new_moment(param, moment_dtype(param.dtype), param.device)
+        if self.param_groups[group_index]["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        return state
+
+    def _arrange(self, active: Active, amsgrads: list[bool]) -> list[Bucket]:
+        positions = defaultdict(list)
+        for position, (index, param) in enumerate(zip(*active[:2], strict=True)):
+            backend, _ = self._backend_of(param)
+            positions[backend, param.device, amsgrads[index]].append(position)
+        return [Bucket(backend, amsgrad, where, active) for (backend, _, amsgrad), where in positions.items()]
 
     def _before_update(self, exp_avg_sq_mean: Tensor, hyper: Hyper) -> Hyper:
         if self._adamw_weight_decay is not None:
@@ -255,10 +264,10 @@ class FusedAdamS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._carried: dict[BucketKey, Carried] = {}
+        self._arrangement = None
 
     def _forget(self) -> None:
         """What only a step can tell."""
-        self._carried = {}
+        self._arrangement = None
         self.exp_avg_sq_mean = torch.tensor(float("nan"))
         self.grad_norm = torch.tensor(float("nan"))

@@ -8,49 +8,47 @@ import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.bucket import Bucket, Carried
+from swd_fused.bucket import Bucket
 from swd_fused.schedule import Hyper
 
 
 class BucketStep:
     """A bucket on its way through a step, with its scalars by tensor."""
 
-    def __init__(self, bucket: Bucket, hyper: Hyper, carried: Carried) -> None:
+    def __init__(self, bucket: Bucket, hyper: Hyper) -> None:
         self.bucket = bucket
-        self.carried = carried
-        self.group_indices = torch.tensor(bucket.group_indices, device=bucket.device)
-        self.hyper = hyper.rows(self.group_indices)
-        self.steps_before = carried.steps.to(hyper.table.dtype)
-        self.bias_correction1 = 1 - self.hyper.beta1 ** (self.steps_before + 1)
-        self.bias_correction2 = 1 - self.hyper.beta2 ** (self.steps_before + 1)
+        self.hyper = hyper.rows(bucket.group_indices)
+        self.steps_before = bucket.steps.to(hyper.table.dtype)
+        self.bias_correction1, self.bias_correction2 = schedule.bias_corrections(self.hyper, self.steps_before + 1)
 
-    def measure_gradients(self) -> Tensor:
+    def gradient_sum(self) -> Tensor:
         """Pass 1."""
-        self.grad_sums = self.bucket.backend.gradient_sums(self.bucket.grads)
+        self.grad_sums = self.bucket.backend.gradient_sums(self.bucket)
         return self.grad_sums.sum()
 
     def exp_avg_sq_hat_sum(self, clip: Tensor | None) -> Tensor:
         """Sum of v^ as this step will leave it."""
         if self.bucket.amsgrad:
             # No recursion for a maximum: a pass of its own, which must know the clip factor.
-            scalars = self._scalars(clip, torch.ones_like(self.hyper.lr))
+            scalars = self._scalars(clip, torch.ones_like(self.bias_correction1))
             sums = self.bucket.backend.max_exp_avg_sq_sums(self.bucket, scalars)
         else:
-            sums = schedule.next_exp_avg_sq_sums(self.carried.sums, self.grad_sums, self.hyper.beta2, clip)
+            sums = schedule.next_exp_avg_sq_sums(self.bucket.sums, self.grad_sums, self.hyper.beta2, clip)
         return (sums / self.bias_correction2).sum()
 
     def last_exp_avg_sq_hat_sum(self) -> tuple[Tensor, Tensor]:
         """Sum of v^ as the step before left it, and its count, over the parameters that have taken a step."""
         stepped = self.steps_before > 0
-        bias_correction2 = 1 - self.hyper.beta2**self.steps_before
-        numels = torch.tensor(self.carried.numels, dtype=self.hyper.table.dtype, device=self.bucket.device)
-        return torch.where(stepped, self.carried.sums / bias_correction2, 0.0).sum(), (stepped * numels).sum()
+        _, bias_correction2 = schedule.bias_corrections(self.hyper, self.steps_before)
+        numels = self.steps_before.new_tensor(self.bucket.numels)
+        return torch.where(stepped, self.bucket.sums / bias_correction2, 0.0).sum(), (stepped * numels).sum()
 
     def update(self, decay_factor: Tensor, clip: Tensor | None) -> Tensor:
         """Pass 2. Returns the sum of grad^2."""
-        scalars = self._scalars(clip, decay_factor[self.group_indices])
+        scalars = self._scalars(clip, decay_factor[self.bucket.group_indices])
         sums, grad_sums = self.bucket.backend.update(self.bucket, scalars)
-        self.carried.advance(sums)
+        self.bucket.steps.add_(1)
+        self.bucket.set_sums(sums)
         return grad_sums.sum()
 
     def _scalars(self, clip: Tensor | None, decay_factor: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ class BucketStep:
 
 
 def take_step(
-    buckets: list[BucketStep],
+    buckets: list[Bucket],
     hyper: Hyper,
     max_grad_norm: float | None,
     lagged: bool,
@@ -73,36 +71,32 @@ def take_step(
     `before_update(exp_avg_sq_mean, hyper)` may still change the weight decay.
     """
     home = hyper.table.device
+    steps = [BucketStep(bucket, hyper.to(bucket.device)) for bucket in buckets]
     clip = None
     if lagged:
-        pairs = [bucket.last_exp_avg_sq_hat_sum() for bucket in buckets]
-        total = _sum([pair[0] for pair in pairs], home)
-        numel = _sum([pair[1] for pair in pairs], home)
-        exp_avg_sq_mean = total / numel.clamp(min=1)
+        last = [step.last_exp_avg_sq_hat_sum() for step in steps]
+        count = _total([count for _, count in last], home)
+        exp_avg_sq_mean = _total([total for total, _ in last], home) / count.clamp(min=1)
     else:
-        grad_norm = _sum([bucket.measure_gradients() for bucket in buckets], home).sqrt()
+        grad_norm = _total([step.gradient_sum() for step in steps], home).sqrt()
         if max_grad_norm is not None:
             clip = schedule.clip_factor(grad_norm, max_grad_norm)
-        sums = [bucket.exp_avg_sq_hat_sum(_at(clip, bucket)) for bucket in buckets]
-        exp_avg_sq_mean = _sum(sums, home) / max(1, sum(sum(bucket.carried.numels) for bucket in buckets))
+        sums = [step.exp_avg_sq_hat_sum(_moved(clip, step)) for step in steps]
+        exp_avg_sq_mean = _total(sums, home) / max(1, sum(bucket.numel for bucket in buckets))
 
     hyper = before_update(exp_avg_sq_mean, hyper)
     decay_factor = schedule.decay_factor(exp_avg_sq_mean, hyper)
-    grad_sums = [bucket.update(_moved(decay_factor, bucket), _at(clip, bucket)) for bucket in buckets]
+    grad_sums = [step.update(decay_factor.to(step.bucket.device), _moved(clip, step)) for step in steps]
     if lagged:
-        grad_norm = _sum(grad_sums, home).sqrt()
+        grad_norm = _total(grad_sums, home).sqrt()
     return exp_avg_sq_mean, grad_norm
 
 
-def _sum(sums: list[Tensor], home: torch.device) -> Tensor:
-    if len(sums) == 1:
-        return sums[0]
-    return torch.stack([value.to(home, non_blocking=True) for value in sums]).sum()
+def _total(values: list[Tensor], home: torch.device) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    return torch.stack([value.to(home, non_blocking=True) for value in values]).sum()
 
 
-def _moved(value: Tensor, bucket: BucketStep) -> Tensor:
-    return value.to(bucket.bucket.device, non_blocking=True)
-
-
-def _at(value: Tensor | None, bucket: BucketStep) -> Tensor | None:
-    return None if value is None else _moved(value, bucket)
+def _moved(value: Tensor | None, step: BucketStep) -> Tensor | None:
+    return None if value is None else value.to(step.bucket.device, non_blocking=True)

@@ -17,6 +17,7 @@ NAMES = ("auto", "cpu", "torch")
 class Backend(Protocol):
     """The two passes of a step and what goes with them. Sums come by tensor, in the scalars' dtype.
 
+    A gradient that does not fit its parameter makes either pass raise before anything is changed.
     `scalars` has a row for each tensor: grad_scale, beta1, beta2, bias_correction2, eps, decay_factor, step_size.
     """
 
@@ -25,7 +26,7 @@ class Backend(Protocol):
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in the shape and, as far as they are dense, the strides of `like`."""
 
-    def gradient_sums(self, grads: list[Tensor]) -> Tensor:
+    def gradient_sums(self, bucket: Bucket) -> Tensor:
         """Pass 1: sum of grad^2."""
 
     def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from swd_fused import _C  # noqa: F401  registers the operators
+import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
+from swd_fused.arguments import check_grads
 from swd_fused.bucket import Bucket
 
 ops = torch.ops.swd_fused
@@ -19,26 +22,36 @@ class CpuBackend:
         ops.advise_huge_pages(moment)
         return moment.zero_()
 
-    def gradient_sums(self, grads: list[Tensor]) -> Tensor:
-        sums: Tensor = ops.gradient_sums(grads)
-        return sums
-
-    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
-        return sums
+    def gradient_sums(self, bucket: Bucket) -> Tensor:
+        return _checked(bucket, ops.gradient_sums, bucket.grads)
 
     def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:
         sums: Tensor = ops.max_exp_avg_sq_sums(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, scalars)
         return sums
 
     def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
-        exp_avg_sq_sums, grad_sums = ops.update_(
-            bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, scalars
-        )
+        lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads
+        exp_avg_sq_sums, grad_sums = _checked(bucket, ops.update_, *lists, scalars)
         # A boxed operator does not count its writes, and autograd relies on the count to refuse a backward
         # through weights that have changed since the forward.
         torch.autograd.graph.increment_version(bucket.params)
         return exp_avg_sq_sums, grad_sums
+
+    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
+        sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
+        return sums
+
+
+def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor:
+    """Calls an operator, which checks gradients faster than Python could, and explains why it refused one."""
+    try:
+        result = op(*args)
+    except (RuntimeError, NotImplementedError):
+        check_grads(bucket.params, bucket.grads)
+        raise
+    if not result.is_cpu:  # a meta tensor among the gradients: the operator has computed nothing
+        check_grads(bucket.params, bucket.grads)
+    return result
 
 
 def _fake_sums(tensors: list[Tensor], *_: object) -> Tensor:

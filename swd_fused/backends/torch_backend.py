@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from swd_fused.arguments import check_grads
 from swd_fused.bucket import Bucket
 from swd_fused.schedule import scalar_dtype
 
@@ -16,13 +17,18 @@ CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 26
 
 
+TensorList = list[Tensor] | tuple[Tensor, ...]
+
+
 class TorchBackend:
     name = "torch"
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def gradient_sums(self, grads: list[Tensor]) -> Tensor:
+    def gradient_sums(self, bucket: Bucket) -> Tensor:
+        check_grads(bucket.params, bucket.grads)
+        grads = bucket.grads
         sums = zeros(grads)
         for indices, (pieces,) in batches(grads):
             norms = torch._foreach_norm(pieces, 2, dtype=sums[0].dtype)
@@ -43,20 +49,20 @@ class TorchBackend:
             exp_avg_sqs, max_exp_avg_sqs, grads = pieces
             grad_scales, _, beta2s, *_ = ([column[index] for index in indices] for column in columns)
             grads = scaled(grads, exp_avg_sqs, grad_scales)
-            next_exp_avg_sqs = moved_average(
-                torch._foreach_mul(exp_avg_sqs, 1), torch._foreach_mul(grads, grads), beta2s
-            )
+            next_exp_avg_sqs = [exp_avg_sq.clone() for exp_avg_sq in exp_avg_sqs]
+            move_averages_(next_exp_avg_sqs, torch._foreach_mul(grads, grads), beta2s)
             add_sums(sums, indices, torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs))
         return torch.stack(sums)
 
     def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
+        check_grads(bucket.params, bucket.grads)
         lists = [bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads]
         columns = [column.unbind() for column in scalars.unbind(1)]
         sums = zeros(bucket.params)
         for indices, pieces in batches(*lists):
             update_(bucket.amsgrad, *pieces, *([column[index] for index in indices] for column in columns))
             add_sums(sums, indices, pieces[3])
-        return torch.stack(sums), self.gradient_sums(bucket.grads)
+        return torch.stack(sums), self.gradient_sums(bucket)
 
 
 def update_(
@@ -80,8 +86,8 @@ def update_(
     moments' dtype and rounded to the parameter's once.
     """
     grads = scaled(grads, exp_avg_sqs, grad_scales)
-    moved_average(exp_avgs, grads, beta1s)
-    moved_average(exp_avg_sqs, torch._foreach_mul(grads, grads), beta2s)
+    move_averages_(exp_avgs, grads, beta1s)
+    move_averages_(exp_avg_sqs, torch._foreach_mul(grads, grads), beta2s)
     if amsgrad:
         torch._foreach_maximum_(averaged, exp_avg_sqs)
     denoms = torch._foreach_div(averaged, bias_correction2s)
@@ -99,18 +105,17 @@ def scaled(grads: list[Tensor], moments: list[Tensor], scales: list[Tensor]) -> 
     return list(torch._foreach_mul(widened, scales))
 
 
-def moved_average(averages: list[Tensor], values: list[Tensor], betas: list[Tensor]) -> list[Tensor]:
-    """beta * average + (1 - beta) * value, in place."""
+def move_averages_(averages: TensorList, values: TensorList, betas: list[Tensor]) -> None:
+    """average <- beta * average + (1 - beta) * value"""
     torch._foreach_mul_(averages, betas)
     torch._foreach_add_(averages, torch._foreach_mul(values, [1 - beta for beta in betas]))
-    return averages
 
 
 def zeros(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.zeros((), dtype=scalar_dtype(tensor.device), device=tensor.device) for tensor in tensors]
 
 
-def add_sums(sums: list[Tensor], indices: list[int], pieces: list[Tensor]) -> None:
+def add_sums(sums: list[Tensor], indices: list[int], pieces: TensorList) -> None:
     for index, piece in zip(indices, pieces, strict=True):
         sums[index] += piece.sum(dtype=sums[index].dtype)
 
@@ -144,4 +149,4 @@ def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...
         return
     dim = shape.index(max(shape))
     rows = max(1, limit * shape[dim] // numel)
-    yield from zip(*(tensor.split(rows, dim) for tensor in tensors), strict=True)
+    yield from zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)

@@ -1,0 +1,112 @@
+"""What is compared: each contender makes, from parameters that have gradients, a step that takes no arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.authors_loop import AuthorsLoop
+from benchmarks.suites import Shape
+from swd_fused import FusedAdamS
+
+Step = Callable[[], object]
+
+MAX_GRAD_NORM = 1.0
+
+# Gradients of norm 1 have an rms of 1e-4 in the largest suites: this acts like 0.1 in AdamW there and like less in the
+# small ones, so `max_decay` never binds.
+SCHEDULED_WEIGHT_DECAY = 1e-5
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`bytes_per_element` counts reads and writes of float32 tensors, None where there are temporaries in blocks or
+    lists whose traffic depends on the caches. `peer` is the contender that its time is divided by."""
+
+    name: str
+    backend: str
+    bytes_per_element: int | None
+    peer: str
+    build: Callable[[Sequence[Tensor]], Step]
+
+
+def adamw(params: Sequence[Tensor], *, foreach: bool = False) -> Step:
+    return torch.optim.AdamW(params, fused=not foreach, foreach=foreach).step
+
+
+def clipped_adamw(params: Sequence[Tensor]) -> Step:
+    step = adamw(params)
+
+    def clip_and_step() -> None:
+        # It rewrites the gradients, so from the second call on their norm is the bound. It multiplies all the same.
+        clip_grad_norm_(params, MAX_GRAD_NORM)
+        step()
+
+    return clip_and_step
+
+
+def fused_adams(schedule: str, backend: str, max_grad_norm: float | None = None) -> Callable[[Sequence[Tensor]], Step]:
+    def build(params: Sequence[Tensor]) -> Step:
+        return FusedAdamS(
+            params,
+            weight_decay=SCHEDULED_WEIGHT_DECAY,
+            schedule=schedule,
+            backend=backend,
+            max_grad_norm=max_grad_norm,
+        ).step
+
+    return build
+
+
+def authors_loop(params: Sequence[Tensor]) -> Step:
+    return AuthorsLoop(params, weight_decay=SCHEDULED_WEIGHT_DECAY).step
+
+
+PEER = "AdamW fused"
+CLIPPED_PEER = "AdamW fused + clip_grad_norm_"
+
+CONTENDERS = (
+    Contender(PEER, "fused", 28, PEER, adamw),
+    Contender("FusedAdamS exact (cpu)", "cpu", 32, PEER, fused_adams("exact", "cpu")),
+    Contender("FusedAdamS lagged (cpu)", "cpu", 28, PEER, fused_adams("lagged", "cpu")),
+    Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, clipped_adamw),
+    Contender("FusedAdamS exact + clipping (cpu)", "cpu", 32, CLIPPED_PEER, fused_adams("exact", "cpu", MAX_GRAD_NORM)),
+    Contender("FusedAdamS exact (torch)", "torch", None, PEER, fused_adams("exact", "torch")),
+    Contender("FusedAdamS lagged (torch)", "torch", None, PEER, fused_adams("lagged", "torch")),
+    Contender(
+        "FusedAdamS exact + clipping (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
+    ),
+    Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
+    # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of v^,
+    # 8 for the decay, 8+8+8 for the denominator, 16 for the update.
+    Contender("authors' loop", "loop", 100, PEER, authors_loop),
+)
+
+
+def selected(texts: Sequence[str] | None) -> list[Contender]:
+    """Those whose name contains one of the texts, and the peers that their ratios need. All if there are no texts."""
+    if not texts:
+        return list(CONTENDERS)
+    chosen = [c for c in CONTENDERS if any(text.lower() in c.name.lower() for text in texts)]
+    if not chosen:
+        raise ValueError(f"No contender's name contains {' or '.join(texts)}: {', '.join(c.name for c in CONTENDERS)}")
+    needed = {c.name for c in chosen} | {c.peer for c in chosen}
+    return [c for c in CONTENDERS if c.name in needed]
+
+
+def parameters(shapes: Sequence[Shape], seed: int = 0) -> list[Tensor]:
+    """Float32 parameters with gradients whose norm over all of them is 1, where clipping at 1 leaves it too.
+
+    All contenders of a suite step the same ones, since ten copies of a large model would not fit into memory. Only the
+    moments are each contender's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    rms = sum(param.numel() for param in params) ** -0.5
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).mul_(rms)
+    return list(params)

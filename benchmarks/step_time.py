@@ -1,0 +1,117 @@
+"""Time of an optimizer's step, by suite of shapes and by contender.
+
+Within a suite all contenders take turns, so that a machine whose speed wanders treats them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.arguments import positive
+from benchmarks.conditions import conditions, write_rows
+from benchmarks.contenders import Contender, parameters, selected
+from benchmarks.plot_step_time import plot
+from benchmarks.suites import SUITES, Suite
+from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times
+
+Row = dict[str, object]
+
+
+def measure(name: str, suite: Suite, contenders: Sequence[Contender], repeats: int, progress: Progress) -> list[Row]:
+    params = parameters(suite.shapes)
+    steps = [contender.build(params) for contender in contenders]
+    task = progress.add_task(name, total=repeats + WARM_UP_ROUNDS)
+    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task))
+    seconds = {contender.name: Quartiles.of(values) for contender, values in zip(contenders, times, strict=True)}
+    shared = conditions()
+    return [
+        {
+            "suite": name,
+            "contender": contender.name,
+            "backend": contender.backend,
+            "elements": suite.elements,
+            "tensors": len(params),
+            "dtype": str(params[0].dtype).removeprefix("torch."),
+            "repeats": repeats,
+            "median_s": seconds[contender.name].median,
+            "q1_s": seconds[contender.name].q1,
+            "q3_s": seconds[contender.name].q3,
+            "bytes_per_element": contender.bytes_per_element,
+            "gb_per_s": gb_per_s(contender, suite.elements, seconds[contender.name].median),
+            "ratio": seconds[contender.name].median / seconds[contender.peer].median,
+            "peer": contender.peer,
+            **shared,
+        }
+        for contender in contenders
+    ]
+
+
+def gb_per_s(contender: Contender, elements: int, seconds: float) -> float | None:
+    bytes_per_element = contender.bytes_per_element
+    return None if bytes_per_element is None else bytes_per_element * elements / seconds / 1e9
+
+
+def table(rows: Sequence[Row]) -> Table:
+    first = rows[0]
+    title = f"{first['suite']}: {first['elements']:,} elements in {first['tensors']:,} tensors, {first['repeats']} repeats"
+    result = Table(title=title, title_justify="left")
+    result.add_column("contender", no_wrap=True)
+    for heading in ("median ms", "quartiles ms", "GB/s", "ratio"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("to")
+    for row in rows:
+        median, q1, q3 = (f"{1e3 * row[key]:.3g}" for key in ("median_s", "q1_s", "q3_s"))
+        speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
+        peer = "clipped AdamW" if "clip" in str(row["peer"]) else "AdamW"
+        result.add_row(str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}", peer)
+    return result
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
+    result.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
+    result.add_argument(
+        "--contender", action="append", metavar="TEXT", help="those with TEXT in their name, and their peers; repeatable"
+    )
+    result.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
+    result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
+    result.add_argument("--out", type=Path, default=Path("results/step_time"), metavar="DIR", help="default: %(default)s")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    command = parser()
+    options = command.parse_args(arguments)
+    try:
+        contenders = selected(options.contender)
+    except ValueError as error:
+        command.error(str(error))
+    torch.set_num_threads(options.threads)
+
+    console = Console()
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for name in options.suite or SUITES:
+            suite = SUITES[name]
+            suite_rows = measure(name, suite, contenders, options.repeats or suite.repeats, progress)
+            progress.console.print(table(suite_rows))
+            rows += suite_rows
+            gc.collect()  # optimizers are in reference cycles, and the next suite needs their memory
+
+    csv_path = options.out / "step_time.csv"
+    write_rows(csv_path, rows)
+    picture_path = plot(csv_path)
+    console.print(f"Wrote {csv_path} and {picture_path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Times of several callables that must be comparable on a machine whose speed wanders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    q1: float
+    median: float
+    q3: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Quartiles:
+        ordered = sorted(values)
+        middle = (len(ordered) + 1) // 2
+        return Quartiles(median(ordered[:middle]), median(ordered), median(ordered[-middle:]))
+
+
+def interleaved_order(items: Sequence[T], repetition: int) -> list[T]:
+    """All items once: rotated by one each repetition, and backwards every second time, so that none always starts and
+    none always finds the caches as the same other one left them."""
+    start = repetition % len(items)
+    order = [*items[start:], *items[:start]]
+    return order[::-1] if repetition % 2 else order
+
+
+def interleaved_times(
+    steps: Sequence[Callable[[], object]], repeats: int, on_round: Callable[[], object]
+) -> list[list[float]]:
+    """Seconds that each step took, in each of `repeats` rounds after the warm-up."""
+    times: list[list[float]] = [[] for _ in steps]
+    for repetition in range(-WARM_UP_ROUNDS, repeats):
+        for index in interleaved_order(range(len(steps)), repetition):
+            seconds = timed(steps[index])
+            if repetition >= 0:
+                times[index].append(seconds)
+        on_round()
+    return times
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start

@@ -1,0 +1,126 @@
+"""FusedAdamS is the paper's algorithm: judged by the definition, and by torch.optim.Adam at zero decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.definition import WRONG, AdamS, MeanNotClipped
+from tests.runs import GROUPS, SHAPES, defined, error, fused, moments, random_grads, random_params, run, to_numpy
+
+STEPS = 40
+MODES = [
+    pytest.param({}, id="plain"),
+    pytest.param({"amsgrad": True}, id="amsgrad"),
+    pytest.param({"maximize": True}, id="maximize"),
+    pytest.param({"max_grad_norm": 1.0}, id="clipped"),
+    pytest.param({"amsgrad": True, "max_grad_norm": 1.0, "maximize": True}, id="all"),
+]
+
+
+def close_to_definition(backend: str, definition: type[AdamS], **options: object) -> bool:
+    params = random_params(SHAPES, torch.float64)
+    grads = random_grads(SHAPES, STEPS, torch.float64)
+    reference = defined(params, grads, definition=definition, **options)
+    optimizer = fused(params, backend=backend, **options)
+    run(params, grads, optimizer)
+    apart = [
+        error(params, reference.params),
+        error(moments(optimizer, params, "exp_avg"), reference.exp_avg),
+        error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq),
+        error([optimizer.exp_avg_sq_mean], [reference.exp_avg_sq_mean]),
+        error([optimizer.grad_norm], [reference.grad_norm]),
+    ]
+    if options.get("amsgrad"):
+        apart.append(error(moments(optimizer, params, "max_exp_avg_sq"), reference.max_exp_avg_sq))
+    return max(apart) < 1e-14
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_equals_the_definition(backend: str, options: dict[str, object]) -> None:
+    assert close_to_definition(backend, AdamS, **options)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_variants_are_told_apart(backend: str, wrong: type[AdamS]) -> None:
+    options = {"max_grad_norm": 1.0} if wrong is MeanNotClipped else {}
+    assert not close_to_definition(backend, wrong, **options)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_adam_at_zero_decay(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, STEPS, dtype)
+    peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    run(
+        params,
+        grads,
+        fused(params, [{"params": range(len(SHAPES))}], weight_decay=0.0, amsgrad=amsgrad, backend=backend),
+    )
+    run(peers, grads, torch.optim.Adam(peers, amsgrad=amsgrad))
+    for param, peer in zip(params, peers, strict=True):
+        torch.testing.assert_close(param, peer, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu_is_as_accurate_as_plain_pytorch(dtype: torch.dtype, amsgrad: bool) -> None:
+    """Over hundreds of steps its error is at most twice that of plain PyTorch in the same dtype."""
+    steps = 300
+    start, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps, dtype)
+    options = {"amsgrad": amsgrad, "max_grad_norm": 2.0}
+    reference = defined(start, grads, **options)
+    errors = {}
+    for backend in ("torch", "cpu"):
+        params = [torch.nn.Parameter(param.detach().clone()) for param in start]
+        optimizer = fused(params, backend=backend, **options)
+        run(params, grads, optimizer)
+        errors[backend] = {
+            "param": error(params, reference.params),
+            "exp_avg": error(moments(optimizer, params, "exp_avg"), reference.exp_avg),
+            "exp_avg_sq": error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq),
+            "mean": abs(float(to_numpy(optimizer.exp_avg_sq_mean) / reference.exp_avg_sq_mean - 1)),
+        }
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        assert 0 < errors["cpu"][name] <= 2 * errors["torch"][name], (name, errors)
+    assert errors["cpu"]["mean"] < 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moments_are_never_16_bits(backend: str, dtype: torch.dtype) -> None:
+    params = random_params([(10,)], dtype)
+    optimizer = fused(params, [{"params": [0]}], backend=backend)
+    run(params, random_grads([(10,)], 1, dtype), optimizer)
+    assert {optimizer.state[params[0]][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+def test_groups_may_differ_in_everything(backend: str) -> None:
+    groups = [
+        {**GROUPS[0], "amsgrad": True, "max_decay": 1e-6},
+        {**GROUPS[1], "weight_decay": 0.3, "maximize": True, "max_decay": 1.0},
+    ]
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, STEPS, torch.float64)
+    reference = defined(params, grads, groups)
+    optimizer = fused(params, groups, backend=backend)
+    with pytest.warns(UserWarning, match="max_decay=1e-06 binds in parameter group 0"):
+        run(params, grads, optimizer)
+    assert error(params, reference.params) < 1e-14
+    assert "max_exp_avg_sq" in optimizer.state[params[0]]
+    assert "max_exp_avg_sq" not in optimizer.state[params[5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_are_pairs_of_reals(backend: str, dtype: torch.dtype) -> None:
+    real = dtype.to_real()
+    params, grads = random_params([(6, 2), (5, 2)], real), random_grads([(6, 2), (5, 2)], STEPS, real)
+    twins = [torch.nn.Parameter(torch.view_as_complex(param.detach().clone())) for param in params]
+    run(params, grads, fused(params, [{"params": [0, 1]}], backend=backend))
+    complex_grads = [[torch.view_as_complex(g) for g in step] for step in grads]
+    optimizer = fused(twins, [{"params": [0, 1]}], backend=backend)
+    run(twins, complex_grads, optimizer)
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param, torch.view_as_real(twin))
+        assert optimizer.state[twin]["exp_avg"].dtype == dtype
