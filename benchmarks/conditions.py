@@ -12,15 +12,17 @@ from pathlib import Path
 import torch
 
 import swd_fused
+from benchmarks.other_load import OtherLoad
 
 
-def conditions(device: str = "cpu") -> dict[str, object]:
+def conditions(other_load: OtherLoad, device: str = "cpu") -> dict[str, object]:
     """`huge_pages` matters because FusedAdamS asks for them, for its moments, where the system lets programs choose."""
     return {
         "threads": torch.get_num_threads(),
         "device": device,
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
+        "other_load": other_load.cores(),
         "huge_pages": huge_pages(),
         "torch": torch.__version__,
         "swd_fused": swd_fused.__version__,

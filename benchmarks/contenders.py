@@ -74,11 +74,11 @@ CONTENDERS = (
     Contender("FusedAdamS exact (cpu)", "cpu", 32, PEER, fused_adams("exact", "cpu")),
     Contender("FusedAdamS lagged (cpu)", "cpu", 28, PEER, fused_adams("lagged", "cpu")),
     Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, clipped_adamw),
-    Contender("FusedAdamS exact + clipping (cpu)", "cpu", 32, CLIPPED_PEER, fused_adams("exact", "cpu", MAX_GRAD_NORM)),
+    Contender("FusedAdamS exact + clip (cpu)", "cpu", 32, CLIPPED_PEER, fused_adams("exact", "cpu", MAX_GRAD_NORM)),
     Contender("FusedAdamS exact (torch)", "torch", None, PEER, fused_adams("exact", "torch")),
     Contender("FusedAdamS lagged (torch)", "torch", None, PEER, fused_adams("lagged", "torch")),
     Contender(
-        "FusedAdamS exact + clipping (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
+        "FusedAdamS exact + clip (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
     ),
     Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
     # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of v^,

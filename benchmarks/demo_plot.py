@@ -15,7 +15,7 @@ from matplotlib.figure import Figure  # without pyplot a figure draws with Agg, 
 # From Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = {"AdamW": "#D55E00", "FusedAdamS": "#0072B2"}
 INK = "#333333"
-FAINT = "#999999"
+GREY = "#777777"
 
 Columns = dict[str, np.ndarray]
 
@@ -49,6 +49,7 @@ def draw_grad_norm(axes: Axes, runs: dict[str, Columns]) -> None:
         middles, means = epoch_means(steps["epoch"], steps["grad_norm"])
         axes.plot(middles, means, color=COLOURS[name], linewidth=2, marker="o" if len(means) == 1 else None, label=name)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("gradient norm")
     axes.legend(frameon=False, loc="upper right", labelcolor="linecolor", handlelength=1.4)
 
@@ -65,9 +66,9 @@ def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
     drops = np.flatnonzero(np.diff(steps["lr"]))
     for epoch in epochs_at_steps(steps)[drops]:
         for axes in panels:
-            axes.axvline(epoch, color=FAINT, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
+            axes.axvline(epoch, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
         above = panels[0].get_xaxis_transform()
-        panels[0].text(epoch, 1.02, "lr / 10", transform=above, ha="center", color=FAINT, fontsize=9)
+        panels[0].text(epoch, 1.02, "lr / 10", transform=above, ha="center", color=GREY, fontsize=9)
 
 
 def draw(table: Path, picture: Path) -> None:
@@ -85,10 +86,15 @@ def draw(table: Path, picture: Path) -> None:
         axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.suptitle(
-        "As gradients get smaller, FusedAdamS decays weights more; AdamW's decay stays the same",
-        fontsize=12,
+        "FusedAdamS decays weights more as gradients shrink, AdamW always the same",
+        fontsize=11.5,
         fontweight="bold",
         color=INK,
+    )
+    figure.supxlabel(
+        "Convolutional net on scikit-learn's digits. Gradient norm: each step thin, mean of each epoch thick.",
+        fontsize=8.5,
+        color=GREY,
     )
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=160)

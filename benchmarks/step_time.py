@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,9 +19,10 @@ from rich.table import Table
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
 from benchmarks.contenders import Contender, parameters, selected
+from benchmarks.other_load import OtherLoad, warn_of_other_load
 from benchmarks.plot_step_time import plot
 from benchmarks.suites import SUITES, Suite
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times
+from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
 
 Row = dict[str, object]
 
@@ -29,9 +31,10 @@ def measure(name: str, suite: Suite, contenders: Sequence[Contender], repeats: i
     params = parameters(suite.shapes)
     steps = [contender.build(params) for contender in contenders]
     task = progress.add_task(name, total=repeats + WARM_UP_ROUNDS)
+    other_load = OtherLoad()
     times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task))
     seconds = {contender.name: Quartiles.of(values) for contender, values in zip(contenders, times, strict=True)}
-    shared = conditions()
+    shared = conditions(other_load)
     return [
         {
             "suite": name,
@@ -61,17 +64,18 @@ def gb_per_s(contender: Contender, elements: int, seconds: float) -> float | Non
 
 def table(rows: Sequence[Row]) -> Table:
     first = rows[0]
-    title = f"{first['suite']}: {first['elements']:,} elements in {first['tensors']:,} tensors, {first['repeats']} repeats"
-    result = Table(title=title, title_justify="left")
+    title = (
+        f"{first['suite']}: {first['elements']:,} elements in {first['tensors']:,} tensors, {first['repeats']} repeats"
+    )
+    caption = "ratio: to AdamW fused, or with clipping to AdamW fused + clip_grad_norm_"
+    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     result.add_column("contender", no_wrap=True)
     for heading in ("median ms", "quartiles ms", "GB/s", "ratio"):
         result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("to")
     for row in rows:
-        median, q1, q3 = (f"{1e3 * row[key]:.3g}" for key in ("median_s", "q1_s", "q3_s"))
+        median, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
         speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-        peer = "clipped AdamW" if "clip" in str(row["peer"]) else "AdamW"
-        result.add_row(str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}", peer)
+        result.add_row(str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}")
     return result
 
 
@@ -79,11 +83,16 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
     result.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
     result.add_argument(
-        "--contender", action="append", metavar="TEXT", help="those with TEXT in their name, and their peers; repeatable"
+        "--contender",
+        action="append",
+        metavar="TEXT",
+        help="those with TEXT in their name, and their peers; repeatable",
     )
     result.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
     result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
-    result.add_argument("--out", type=Path, default=Path("results/step_time"), metavar="DIR", help="default: %(default)s")
+    result.add_argument(
+        "--out", type=Path, default=Path("results/step_time"), metavar="DIR", help="default: %(default)s"
+    )
     return result
 
 
@@ -104,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             suite = SUITES[name]
             suite_rows = measure(name, suite, contenders, options.repeats or suite.repeats, progress)
             progress.console.print(table(suite_rows))
+            warn_of_other_load(console, suite_rows[0]["other_load"])
             rows += suite_rows
             gc.collect()  # optimizers are in reference cycles, and the next suite needs their memory
 

@@ -52,3 +52,8 @@ def timed(run: Callable[[], object]) -> float:
     start = perf_counter()
     run()
     return perf_counter() - start
+
+
+def milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,183 @@
+"""Each error says what was got, what was wanted and what to do, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from tests.runs import random_grads, random_params, run
+
+nan = float("nan")
+
+BAD_NUMBERS = [
+    ({"lr": -1.0}, r"lr=-1\.0, wanted a finite number >= 0"),
+    ({"lr": nan}, "lr=nan, wanted a finite"),
+    ({"lr": float("inf")}, "lr=inf, wanted a finite"),
+    ({"lr": "0.1"}, "lr='0.1', wanted a finite"),
+    ({"lr": torch.tensor(-1.0)}, "lr=.*wanted a finite"),
+    ({"lr": torch.ones(2)}, "lr=.*one element"),
+    ({"eps": -1e-8}, "eps=-1e-08, wanted a finite"),
+    ({"eps": nan}, "eps=nan"),
+    ({"weight_decay": -0.1}, r"weight_decay=-0\.1, wanted"),
+    ({"weight_decay": nan}, "weight_decay=nan"),
+    ({"betas": (1.0, 0.999)}, r"betas=\(1\.0, 0\.999\), wanted two numbers in \[0, 1\)"),
+    ({"betas": (0.9, -0.1)}, "betas="),
+    ({"betas": (0.9, nan)}, "betas="),
+    ({"betas": (0.9,)}, "betas="),
+    ({"max_decay": 0.0}, r"max_decay=0\.0, wanted a number in \(0, 1\]"),
+    ({"max_decay": 1.5}, r"max_decay=1\.5"),
+]
+BAD_OPTIONS = [
+    ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0, wanted a number > 0. Use None"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm"),
+    ({"max_grad_norm": nan}, "max_grad_norm"),
+    ({"schedule": "later"}, "schedule='later', wanted one of"),
+    ({"schedule": "lagged", "max_grad_norm": 1.0}, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
+    ({"backend": "tpu"}, "backend='tpu', wanted one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [*BAD_NUMBERS, *BAD_OPTIONS], ids=str)
+def test_constructor(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FusedAdamS(random_params([(3,)]), **options)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_NUMBERS, ids=str)
+def test_add_param_group(options: dict[str, Any], message: str) -> None:
+    first, second = random_params([(3,), (4,)])
+    optimizer = FusedAdamS([first])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [second], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def assert_refused(
+    optimizer: FusedAdamS, params: list[torch.nn.Parameter], error: type[Exception], message: str
+) -> None:
+    before = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, params, before[0]))
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+class TestStep:
+    """Before the first step, when there is no state, and after some."""
+
+    @pytest.fixture
+    def params(self) -> list[torch.nn.Parameter]:
+        return random_params([(30,), (4, 5), (7,)])
+
+    @pytest.fixture
+    def optimizer(self, params: list[torch.nn.Parameter], backend: str, steps_before: int, schedule: str) -> FusedAdamS:
+        optimizer = FusedAdamS(params, backend=backend, schedule=schedule)
+        run(params, random_grads([(30,), (4, 5), (7,)], steps_before), optimizer)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        return optimizer
+
+    def test_sparse_gradient(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        params[1].grad = torch.eye(4, 5).to_sparse()
+        assert_refused(optimizer, params, RuntimeError, r"sparse_coo gradient of shape \(4, 5\).*wanted a dense one")
+
+    def test_gradient_on_another_device(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        data = params[1].data
+        params[1].grad = None
+        params[1].data = data.to("meta")
+        params[1].grad = torch.ones(4, 5, device="meta")
+        params[1].data = data
+        assert params[1].grad.device.type == "meta"
+        assert_refused(
+            optimizer, params, RuntimeError, "on meta for a parameter .* on cpu, wanted one on the parameter"
+        )
+
+    def test_gradient_of_another_shape(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        data = params[1].data
+        params[1].grad = None
+        params[1].data = torch.zeros(5, 4)
+        params[1].grad = torch.ones(5, 4)
+        params[1].data = data
+        assert_refused(
+            optimizer, params, RuntimeError, r"gradient of shape \(5, 4\).*\(4, 5\).*wanted one of the param"
+        )
+
+    def test_hyper_parameters_set_to_nonsense(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        optimizer.param_groups[0]["lr"] = -1.0
+        assert_refused(optimizer, params, ValueError, "lr=-1.0, wanted")
+
+
+def test_no_parameters() -> None:
+    with pytest.raises(ValueError, match="got no parameters.*Pass model.parameters"):
+        FusedAdamS([])
+    parameters = torch.nn.Linear(2, 2).parameters()
+    FusedAdamS(parameters)
+    with pytest.raises(ValueError, match="a generator that was used before is empty"):
+        FusedAdamS(parameters)
+
+
+def test_a_tensor_instead_of_an_iterable() -> None:
+    with pytest.raises(TypeError, match="iterable"):
+        FusedAdamS(torch.nn.Parameter(torch.ones(3)))  # type: ignore[arg-type]
+
+
+def test_integer_parameters() -> None:
+    integers = torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ValueError, match="dtype torch.int64 .* wanted a floating-point"):
+        FusedAdamS([integers])
+
+
+def test_a_backend_that_does_not_serve() -> None:
+    param = torch.nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(RuntimeError, match='backend="cpu" cannot serve torch.float32 parameters on meta'):
+        FusedAdamS([param], backend="cpu")
+
+
+def test_match_adamw() -> None:
+    with pytest.raises(ValueError, match="match_adamw.*wanted a finite number >= 0, as AdamW takes it"):
+        FusedAdamS(random_params([(3,)])).match_adamw(-0.1)
+
+
+class TestStateDict:
+    @pytest.fixture
+    def params(self) -> list[torch.nn.Parameter]:
+        return random_params([(30,), (7,)])
+
+    @pytest.fixture
+    def optimizer(self, params: list[torch.nn.Parameter]) -> FusedAdamS:
+        optimizer = FusedAdamS(params)
+        run(params, random_grads([(30,), (7,)], 2), optimizer)
+        return optimizer
+
+    def refuse(self, optimizer: FusedAdamS, state_dict: dict[str, Any], message: str) -> None:
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+    def test_other_groups(self, optimizer: FusedAdamS) -> None:
+        other = FusedAdamS([{"params": random_params([(30,)])}, {"params": random_params([(7,)])}])
+        self.refuse(optimizer, other.state_dict(), r"groups of \[1, 1\] parameters.* groups of \[2\].*saved with")
+
+    def test_other_shapes(self, optimizer: FusedAdamS) -> None:
+        params = random_params([(30,), (8,)])
+        other = FusedAdamS(params)
+        run(params, random_grads([(30,), (8,)], 1), other)
+        self.refuse(optimizer, other.state_dict(), r"exp_avg of parameter 1 has shape \(8,\), the parameter has \(7,\)")
+
+    def test_another_algorithm(self, optimizer: FusedAdamS) -> None:
+        params = random_params([(30,), (7,)])
+        other = torch.optim.SGD(params, momentum=0.9)
+        run(params, random_grads([(30,), (7,)], 1), other)
+        self.refuse(optimizer, other.state_dict(), "has momentum_buffer, but no step, exp_avg, exp_avg_sq")
+
+    def test_nonsense_hyper_parameters(self, optimizer: FusedAdamS) -> None:
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        state_dict["param_groups"][0]["betas"] = (2.0, 0.9)
+        self.refuse(optimizer, state_dict, "betas=")

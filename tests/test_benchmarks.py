@@ -1,0 +1,231 @@
+"""The benchmarks work and compare what they say. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import plot_step_time, step_time, training_step
+from benchmarks.authors_loop import AuthorsLoop
+from benchmarks.contenders import CONTENDERS, Contender, parameters, selected
+from benchmarks.small_models import SmallGPT, SmallResNet
+from benchmarks.suites import SUITES, Suite
+from benchmarks.timing import Quartiles, interleaved_order
+from swd_fused import FusedAdamS
+
+PNG = b"\x89PNG"
+STEPS = 10
+
+
+@pytest.fixture
+def _keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- What is measured
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "tensors"),
+    [
+        ("one-64M", 64 * 2**20, 1),
+        ("gpt2-124m", 124_439_808, 148),
+        ("resnet50", 25_557_032, 161),
+        ("one-1M", 2**20, 1),
+        ("1000x500", 500_000, 1000),
+    ],
+)
+def test_suite_totals(name: str, elements: int, tensors: int) -> None:
+    assert (SUITES[name].elements, len(SUITES[name].shapes)) == (elements, tensors)
+
+
+@pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
+def test_contender_steps(contender: Contender) -> None:
+    params = parameters([(7, 5), (3,)])
+    step = contender.build(params)
+    for _ in range(2):
+        before = [param.detach().clone() for param in params]
+        step()
+        assert all((param != old).all() and param.isfinite().all() for param, old in zip(params, before, strict=True))
+
+
+def test_contender_names_and_peers() -> None:
+    names = [contender.name for contender in CONTENDERS]
+    assert len(set(names)) == len(names)
+    assert {contender.peer for contender in CONTENDERS} <= set(names)
+    for contender in CONTENDERS:
+        assert ("clip" in contender.peer) == ("clip" in contender.name)
+
+
+def test_selection_brings_the_peers() -> None:
+    assert [c.name for c in selected(["authors"])] == ["AdamW fused", "authors' loop"]
+    with pytest.raises(ValueError, match="No contender"):
+        selected(["no such thing"])
+
+
+def test_gradients_have_norm_one() -> None:
+    params = parameters([(500,)] * 20)
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    assert norm == pytest.approx(1, rel=0.05)
+
+
+def test_every_order_has_every_item_and_all_take_the_lead() -> None:
+    orders = [interleaved_order("abcd", repetition) for repetition in range(8)]
+    assert all(sorted(order) == list("abcd") for order in orders)
+    assert {order[0] for order in orders} == set("abcd")
+
+
+def test_quartiles() -> None:
+    assert Quartiles.of([5, 1, 4, 2, 3]) == Quartiles(2, 3, 4)
+    assert Quartiles.of([7]) == Quartiles(7, 7, 7)
+
+
+# --- The authors' loop is AdamS
+
+
+def trained(optimizer_class: type, weight_decay: float, **options: object) -> Tensor:
+    """Parameters around 1 after steps with gradients of rms 1e-3, in two groups of which one does not decay."""
+    generator = torch.Generator().manual_seed(0)
+    new = partial(torch.randn, generator=generator, dtype=torch.float64)
+    params = [torch.nn.Parameter(1 + 0.1 * new(shape)) for shape in ((40, 30), (300,), (11,))]
+    groups = [{"params": params[:2], "weight_decay": weight_decay}, {"params": params[2:], "weight_decay": 0.0}]
+    optimizer = optimizer_class(groups, lr=1e-3, **options)
+    for _ in range(STEPS):
+        for param in params:
+            param.grad = 1e-3 * new(param.shape)
+        optimizer.step()
+    return torch.cat([param.detach().flatten() for param in params])
+
+
+def fused(weight_decay: float, backend: str, eps: float) -> Tensor:
+    return trained(FusedAdamS, weight_decay, backend=backend, eps=eps)
+
+
+WEIGHT_DECAY = 1e-2  # removes 1e-3 * 1e-2 / 1e-3 = 1% of a weight in each step
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_authors_loop_equals_fused_adams_without_eps(backend: str) -> None:
+    """With eps = 0 the two definitions are one, so only rounding is left."""
+    loop = trained(AuthorsLoop, WEIGHT_DECAY, eps=0.0)
+    torch.testing.assert_close(loop, fused(WEIGHT_DECAY, backend, eps=0.0), rtol=1e-12, atol=1e-13)
+    slightly_wrong = fused(WEIGHT_DECAY * (1 + 1e-6), backend, eps=0.0)
+    assert (loop - slightly_wrong).abs().max() > 1e-8
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_authors_loop_differs_from_fused_adams_by_eps_in_the_schedule(backend: str) -> None:
+    """1e-8 beside an rms of 1e-3 weakens a decay of 1% by 1e-5 of itself: 1e-7 of a weight in each step."""
+    loop = trained(AuthorsLoop, WEIGHT_DECAY)
+    expected = STEPS * 1e-7
+    difference = (fused(WEIGHT_DECAY, backend, eps=1e-8) - loop)[:1500]
+    assert 0.5 * expected < difference.mean() < 1.5 * expected
+    assert difference.abs().max() < 2 * expected
+    wrong = (fused(WEIGHT_DECAY * (1 - 1e-4), backend, eps=1e-8) - loop)[:1500]
+    assert wrong.mean() > 5 * expected
+
+
+# --- The commands
+
+STEP_TIME_COLUMNS = {
+    *(
+        "suite",
+        "contender",
+        "backend",
+        "elements",
+        "tensors",
+        "dtype",
+        "threads",
+        "repeats",
+        "median_s",
+        "q1_s",
+        "q3_s",
+    ),
+    *("bytes_per_element", "gb_per_s", "ratio", "peer", "torch", "swd_fused", "python", "cpu", "cores", "device"),
+    *("huge_pages", "other_load", "date"),
+}
+
+
+@pytest.mark.usefixtures("_keep_threads")
+def test_step_time_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SUITES, "tiny", Suite(((5, 3), (7,)), repeats=99))
+    step_time.main(["--suite", "tiny", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "step_time.csv")
+    assert [row["contender"] for row in rows] == [contender.name for contender in CONTENDERS]
+    for row in rows:
+        assert set(row) == STEP_TIME_COLUMNS
+        assert (row["suite"], row["elements"], row["tensors"], row["repeats"]) == ("tiny", "22", "2", "2")
+        assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
+        if row["contender"] == row["peer"]:
+            assert float(row["ratio"]) == 1
+        if row["bytes_per_element"]:
+            gb_per_s = float(row["bytes_per_element"]) * 22 / float(row["median_s"]) / 1e9
+            assert float(row["gb_per_s"]) == pytest.approx(gb_per_s)
+    assert (tmp_path / "step_time.png").read_bytes().startswith(PNG)
+    assert "tiny: 22 elements in 2 tensors" in capsys.readouterr().out
+
+
+def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
+    columns = "suite,contender,elements,tensors,dtype,repeats,median_s,q1_s,q3_s,ratio,peer,threads,device,cpu,cores"
+    conditions = "2,cpu,Some CPU,2,0.01,2.10,0.1,3.12,2026-01-02T03:04:05"
+    lines = [
+        columns + ",other_load,torch,swd_fused,python,date",
+        f"s,AdamW fused,1000,2,float32,9,1.0,0.9,1.1,1.0,AdamW fused,{conditions}",
+        f"s,FusedAdamS exact (cpu),1000,2,float32,9,1.2,1.1,1.3,1.2,AdamW fused,{conditions}",
+    ]
+    stored = tmp_path / "stored.csv"
+    stored.write_text("\n".join(lines))
+    plot_step_time.main([str(stored), "--out", str(tmp_path / "new" / "picture.png")])
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(PNG)
+
+
+def test_every_bar_has_a_colour() -> None:
+    assert set(plot_step_time.COLOURS) == {c.name for c in CONTENDERS if c.name != c.peer}
+
+
+@pytest.mark.usefixtures("_keep_threads")
+def test_training_step_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {
+        "small-gpt": training_step.Workload(partial(SmallGPT, vocabulary=11, context=6, width=32, layers=1), 2),
+        "small-resnet": training_step.Workload(partial(SmallResNet, width=4, blocks=1), 2),
+    }
+    monkeypatch.setattr(training_step, "WORKLOADS", tiny)
+    training_step.main(["--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "training_step.csv")
+    assert len(rows) == len(tiny) * len(training_step.COMPARED)
+    for row in rows:
+        peer = next(r for r in rows if r["model"] == row["model"] and r["contender"] == row["peer"])
+        own, other, rest = (
+            float(value)
+            for value in (row["optimizer_median_s"], peer["optimizer_median_s"], row["forward_backward_median_s"])
+        )
+        assert float(row["added"]) == pytest.approx((own - other) / (rest + other))
+        assert float(row["optimizer_share"]) == pytest.approx(own / (rest + own))
+
+
+@pytest.mark.parametrize("module", [step_time, plot_step_time, training_step])
+def test_help(module: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        module.main(["--help"])  # type: ignore[attr-defined]
+    assert exit_info.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--contender", "no such thing"], ["--suite", "none"]])
+def test_step_time_refuses(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        step_time.main(arguments)
+    assert exit_info.value.code == 2

@@ -1,0 +1,148 @@
+"""States move between FusedAdamS and torch.optim.Adam and AdamW, in both directions, and keep their dtype."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from tests.runs import random_grads, random_params, run
+
+SHAPES = [(30,), (4, 5), ()]
+IMPLEMENTATIONS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("peer", [torch.optim.Adam, torch.optim.AdamW])
+def test_continues_what_torch_began(backend: str, peer: Any, amsgrad: bool, implementation: dict[str, bool]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 8)
+    twins = [copy.deepcopy(param) for param in params]
+    options = {"lr": 0.01, "weight_decay": 0.0, "amsgrad": amsgrad}
+    run(twins, grads, torch.optim.Adam(twins, **options))
+
+    adam = peer(params, **options, **implementation)
+    run(params, grads[:4], adam)
+    optimizer = FusedAdamS(params, weight_decay=0.0, backend=backend)
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert optimizer.param_groups[0]["amsgrad"] == amsgrad
+    run(params, grads[4:], optimizer)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("peer", [torch.optim.Adam, torch.optim.AdamW])
+def test_torch_continues_what_we_began(backend: str, peer: Any, amsgrad: bool, implementation: dict[str, bool]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 8)
+    twins = [copy.deepcopy(param) for param in params]
+    options = {"lr": 0.01, "weight_decay": 0.0, "amsgrad": amsgrad}
+    run(twins, grads, torch.optim.Adam(twins, **options))
+
+    optimizer = FusedAdamS(params, **options, backend=backend)
+    run(params, grads[:4], optimizer)
+    adam = peer(params, **options, **implementation)
+    adam.load_state_dict(optimizer.state_dict())
+    run(params, grads[4:], adam)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
+
+
+def test_adamws_weight_decay_is_not_taken_for_ours(backend: str) -> None:
+    params = random_params(SHAPES)
+    adamw = torch.optim.AdamW(params, weight_decay=0.1)
+    run(params, random_grads(SHAPES, 2), adamw)
+    optimizer = FusedAdamS(params, weight_decay=1e-3, backend=backend)
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.1 .* keeping weight_decay=0\.001.*match_adamw"):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["weight_decay"] == 1e-3
+    assert not {"fused", "foreach", "decoupled_weight_decay"} & optimizer.param_groups[0].keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_keeps_the_states_dtype(backend: str, dtype: torch.dtype) -> None:
+    """torch would cast float32 moments to the parameter's 16 bits."""
+    params = random_params(SHAPES, dtype)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads(SHAPES, 2, dtype), optimizer)
+    resumed = FusedAdamS(params, backend=backend)
+    resumed.load_state_dict(optimizer.state_dict())
+    for param in params:
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(resumed.state[param][key], optimizer.state[param][key])
+            assert resumed.state[param][key].dtype == torch.float32
+
+
+def test_loading_widens_16_bit_moments_and_keeps_wider_ones(backend: str) -> None:
+    for param_dtype, saved, expected in (
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float64, torch.float32, torch.float32),
+    ):
+        params = random_params([(9,)], param_dtype)
+        state = {"step": torch.tensor(3.0), "exp_avg": torch.rand(9).to(saved), "exp_avg_sq": torch.rand(9).to(saved)}
+        optimizer = FusedAdamS(params, backend=backend)
+        optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+        run(params, random_grads([(9,)], 2, param_dtype), optimizer)
+        assert optimizer.state[params[0]]["exp_avg_sq"].dtype == expected
+        assert params[0].isfinite().all()
+
+
+def test_loading_does_not_change_the_backend() -> None:
+    params = random_params(SHAPES)
+    saved = FusedAdamS(params, backend="cpu", schedule="lagged", max_grad_norm=None)
+    run(params, random_grads(SHAPES, 2), saved)
+    optimizer = FusedAdamS(params, backend="torch")
+    optimizer.load_state_dict(saved.state_dict())
+    assert "backend: torch\n" in repr(optimizer)
+    assert optimizer.schedule == "exact"
+
+
+def test_loaded_state_is_a_copy(backend: str) -> None:
+    """With torch's own optimizers both would go on in the same memory."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    twins = [copy.deepcopy(param) for param in params]
+    first = FusedAdamS(params, backend=backend)
+    run(params, grads[:2], first)
+    for twin, param in zip(twins, params, strict=True):
+        twin.data.copy_(param.data)
+    second = FusedAdamS(twins, backend=backend)
+    second.load_state_dict(first.state_dict())
+    run(params, grads[2:], first)
+    run(twins, grads[2:], second)
+    assert all(map(torch.equal, params, twins))
+
+
+def test_step_counters_are_saved_as_single_numbers(backend: str) -> None:
+    params = random_params([(2,)] * 100)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(2,)] * 100, 3), optimizer)
+    for state in optimizer.state_dict()["state"].values():
+        assert state["step"] == 3
+        assert state["step"].untyped_storage().nbytes() == 4
+
+
+def test_old_checkpoints_with_integer_steps(backend: str) -> None:
+    params = random_params([(5,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(5,)], 2), optimizer)
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = 7
+    optimizer.load_state_dict(saved)
+    run(params, random_grads([(5,)], 1), optimizer)
+    assert optimizer.state[params[0]]["step"] == 8
+
+
+def test_amsgrad_switched_on_in_the_middle(backend: str) -> None:
+    params = random_params([(5,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(5,)], 2), optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    before = optimizer.state[params[0]]["exp_avg_sq"].clone()
+    run(params, [[torch.zeros(5)]], optimizer)
+    assert torch.equal(optimizer.state[params[0]]["max_exp_avg_sq"], before)

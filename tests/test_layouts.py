@@ -1,0 +1,125 @@
+"""Whatever the strides and dtypes of parameter, gradient and state are, each element is updated as itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS
+from tests.runs import defined, error, moments
+
+STEPS = 6
+SHAPE = (6, 4, 5, 3)
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "reversed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "sliced": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
+    "gapped_rows": lambda x: torch.cat([x, x], dim=1)[:, :4],
+    "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(SHAPE),
+}
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    result = LAYOUTS[layout](values.clone())
+    assert torch.equal(result, values)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("state_layout", "amsgrad"),
+    [(None, False), (None, True), ("contiguous", False), ("transposed", True), ("gapped_rows", False)],
+)
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize("param_layout", LAYOUTS)
+def test_strides(backend: str, param_layout: str, grad_layout: str, state_layout: str | None, amsgrad: bool) -> None:
+    param = torch.nn.Parameter(laid_out(torch.randn(SHAPE, dtype=torch.float64), param_layout))
+    grads = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(STEPS)]
+    reference = defined([param], [[g] for g in grads], [{"params": [0]}], amsgrad=amsgrad)
+    optimizer = FusedAdamS([param], amsgrad=amsgrad, backend=backend)
+    strides = param.stride()
+    for grad in grads:
+        param.grad = laid_out(grad, grad_layout)
+        optimizer.step()
+        if state_layout is not None:
+            for key, value in optimizer.state[param].items():
+                if key != "step":
+                    optimizer.state[param][key] = laid_out(value, state_layout)
+    assert param.stride() == strides
+    assert error([param], reference.params) < 1e-15
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert error(moments(optimizer, [param], key), [getattr(reference, key)[0]]) < 1e-15
+
+
+def test_the_gradient_is_not_written_to(backend: str) -> None:
+    param = torch.nn.Parameter(torch.randn(100))
+    grad = torch.randn(100)
+    param.grad = grad.clone()
+    FusedAdamS([param], max_grad_norm=0.1, backend=backend).step()
+    assert torch.equal(param.grad, grad)
+
+
+def test_expanded_gradient(backend: str) -> None:
+    """As `param.sum().backward()` makes them: torch 2.13's fused CPU AdamW gives NaN here."""
+    param = torch.nn.Parameter(torch.randn(40, 50, dtype=torch.float64))
+    twin = torch.nn.Parameter(param.detach().clone())
+    param.grad = torch.full((), 0.25, dtype=torch.float64).expand(40, 50)
+    twin.grad = param.grad.contiguous()
+    for p in (param, twin):
+        FusedAdamS([p], backend=backend).step()
+    torch.testing.assert_close(param, twin, rtol=0, atol=1e-16)
+
+
+def test_lazily_negated_and_conjugated_gradients(backend: str) -> None:
+    values = torch.randn(30, dtype=torch.complex128)
+    for lazy in (torch._neg_view(torch.randn(30, dtype=torch.float64)), values.conj(), values.conj().imag):
+        params = [torch.nn.Parameter(torch.ones(30, dtype=lazy.dtype)) for _ in range(2)]
+        params[0].grad, params[1].grad = lazy, lazy.clone().resolve_conj().resolve_neg()
+        for param in params:
+            FusedAdamS([param], backend=backend).step()
+        assert torch.equal(params[0], params[1])
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_parameter_and_gradient_in_different_dtypes(
+    backend: str, param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
+    """As `param.grad_dtype` allows them. Equal to the same numbers in the parameter's own or in a wider dtype."""
+    values, grads = torch.randn(3000).to(param_dtype), [torch.randn(3000).to(grad_dtype) for _ in range(STEPS)]
+    wide = torch.promote_types(torch.promote_types(param_dtype, grad_dtype), torch.float32)
+    results = []
+    for own_dtype in (grad_dtype, wide):
+        param = torch.nn.Parameter(values.clone())
+        param.grad_dtype = own_dtype
+        optimizer = FusedAdamS([param], backend=backend)
+        for grad in grads:
+            param.grad = grad.to(own_dtype)
+            optimizer.step()
+        results.append(param)
+    # The schedule comes from sums in the gradient's precision: 1e-7 of a shrink of 5e-7 in each step.
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=STEPS * 1e-13)
+
+
+def test_mixed_dtypes_in_one_group(backend: str) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
+    params = [torch.nn.Parameter(torch.randn(700, dtype=torch.float64).to(dtype)) for dtype in dtypes]
+    grads = [[torch.randn(700).to(dtype) for dtype in dtypes] for _ in range(STEPS)]
+    reference = defined(params, grads, [{"params": range(5)}])
+    optimizer = FusedAdamS(params, backend=backend)
+    for step_grads in grads:
+        for param, grad in zip(params, step_grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+    for param, expected in zip(params, reference.params, strict=True):
+        # Half a unit in the last place for each step at values of up to 4, and through the schedule all share the
+        # second moments' rounding in float32: 1e-7 of a shrink of 5e-7.
+        assert error([param], [expected]) < STEPS * (2 * torch.finfo(param.dtype).eps + 1e-13)
+    torch.testing.assert_close(
+        optimizer.exp_avg_sq_mean, torch.tensor(float(reference.exp_avg_sq_mean)).double(), rtol=1e-6, atol=0
+    )

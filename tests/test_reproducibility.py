@@ -1,0 +1,140 @@
+"""The same bits: for any number of threads, from run to run, and after a resume."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from tests.runs import random_grads, random_params, run
+
+SHAPES = [(70_001,), (300, 50), (7,), (), (0,), (4, 3, 3, 3)]
+OPTIONS = [
+    pytest.param({}, id="exact"),
+    pytest.param({"schedule": "lagged"}, id="lagged"),
+    pytest.param({"max_grad_norm": 1.0}, id="clipped"),
+    pytest.param({"amsgrad": True}, id="amsgrad"),
+    pytest.param({"amsgrad": True, "schedule": "lagged"}, id="amsgrad-lagged"),
+]
+
+
+@pytest.fixture
+def _restore_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(threads: int, **options: Any) -> list[torch.Tensor]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    optimizer = FusedAdamS(params, **options)
+    run(params, grads, optimizer)
+    return [*params, optimizer.exp_avg_sq_mean, optimizer.grad_norm]
+
+
+@pytest.mark.usefixtures("_restore_threads")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_threads_do_not_matter(options: dict[str, Any]) -> None:
+    one = trained(1, backend="cpu", **options)
+    for threads in (2, 3, 8):
+        assert all(map(torch.equal, one, trained(threads, backend="cpu", **options)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_two_runs_are_equal(backend: str, options: dict[str, Any]) -> None:
+    threads = torch.get_num_threads()
+    first, second = (trained(threads, backend=backend, **options) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def through_state_dict(optimizer: FusedAdamS, params: list[torch.nn.Parameter], **options: Any) -> FusedAdamS:
+    resumed = FusedAdamS(params, **options)
+    resumed.load_state_dict(optimizer.state_dict())
+    return resumed
+
+
+def through_a_file(optimizer: FusedAdamS, params: list[torch.nn.Parameter], **options: Any) -> FusedAdamS:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = FusedAdamS(params, **options)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    return resumed
+
+
+def repointed(optimizer: FusedAdamS, old: list[torch.nn.Parameter], new: list[torch.nn.Parameter]) -> FusedAdamS:
+    """A copied or unpickled optimizer has parameters of its own: let the test's be those."""
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(a is not b and torch.equal(a, b) for a, b in zip(own, old, strict=True))
+    new[:] = own
+    return optimizer
+
+
+def through_deepcopy(optimizer: FusedAdamS, params: list[torch.nn.Parameter], **_: Any) -> FusedAdamS:
+    return repointed(copy.deepcopy(optimizer), params, params)
+
+
+def through_pickle(optimizer: FusedAdamS, params: list[torch.nn.Parameter], **_: Any) -> FusedAdamS:
+    return repointed(pickle.loads(pickle.dumps(optimizer)), params, params)
+
+
+@pytest.mark.parametrize("resume", [through_state_dict, through_a_file, through_deepcopy, through_pickle])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_resumed_run_is_bit_identical(
+    backend: str, options: dict[str, Any], layout: str, resume: Callable[..., FusedAdamS]
+) -> None:
+    options = {**options, "backend": backend}
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 10)
+    if layout == "transposed":
+        params = [
+            torch.nn.Parameter(param.detach().mT.contiguous().mT if param.dim() > 1 else param) for param in params
+        ]
+    for step_grads in grads[3:]:
+        step_grads[2] = None  # a parameter that has a state but no gradient any more
+    twins = [copy.deepcopy(param) for param in params]
+    run(params, grads, FusedAdamS(params, **options))
+
+    optimizer = FusedAdamS(twins, **options)
+    run(twins, grads[:5], optimizer)
+    optimizer = resume(optimizer, twins, **options)
+    run(twins, grads[5:], optimizer)
+    assert all(map(torch.equal, params, twins))
+
+
+def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str) -> None:
+    """Resetting the moments in place, or replacing them, must not leave a stale sum behind."""
+    for write in (
+        lambda state: state["exp_avg_sq"].mul_(4.0),
+        lambda state: state.update(exp_avg_sq=state["exp_avg_sq"] * 4.0),
+    ):
+        params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+        twins = [copy.deepcopy(param) for param in params]
+        optimizers = [FusedAdamS(params, backend=backend), FusedAdamS(twins, backend=backend)]
+        for tensors, optimizer in zip((params, twins), optimizers, strict=True):
+            run(tensors, grads[:2], optimizer)
+            for param in tensors:
+                write(optimizer.state[param])
+        optimizers[1] = through_state_dict(optimizers[1], twins, backend=backend)
+        run(params, grads[2:], optimizers[0])
+        run(twins, grads[2:], optimizers[1])
+        assert all(map(torch.equal, params, twins))
+
+
+def test_a_state_that_was_cleared_starts_anew(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, grads, optimizer)
+    optimizer.state.clear()
+    twins = [copy.deepcopy(param) for param in params]
+    run(params, grads, optimizer)
+    run(twins, grads, FusedAdamS(twins, backend=backend))
+    assert all(map(torch.equal, params, twins))

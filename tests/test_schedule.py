@@ -1,0 +1,168 @@
+"""The schedule: clipping, the lagged mean, what is logged, and how it compares with AdamW's decay."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from swd_fused import FusedAdamS
+from tests.definition import MeanOfStepBefore
+from tests.runs import defined, error, random_grads, random_params, run
+
+SHAPES = [(300,), (40, 5)]
+
+
+def test_clipping_equals_clip_grad_norm(backend: str) -> None:
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 10, torch.float64)
+    twins = [copy.deepcopy(param) for param in params]
+    optimizer, peer = FusedAdamS(params, max_grad_norm=2.0, backend=backend), FusedAdamS(twins, backend=backend)
+    for step_grads in grads:
+        run(params, [step_grads], optimizer)
+        for twin, grad in zip(twins, step_grads, strict=True):
+            twin.grad = grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(twins, 2.0)
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-12, atol=0)
+        peer.step()
+    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-14
+
+
+def test_lagged_uses_the_mean_of_the_step_before(backend: str) -> None:
+    """The first step is exact. The mean that is reported is the one that was used."""
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 10, torch.float64)
+    reference = defined(params, grads, [{"params": range(2)}], MeanOfStepBefore, lr=0.1)
+    before = defined(params, grads[:-1], [{"params": range(2)}], lr=0.1)
+    optimizer = FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend)
+    run(params, grads, optimizer)
+    assert error(params, reference.params) < 1e-14
+    torch.testing.assert_close(float(optimizer.exp_avg_sq_mean), float(before.exp_avg_sq_mean), rtol=1e-12, atol=0)
+    torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
+
+
+def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> None:
+    shapes = [(20,), (30,)]
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, 4, torch.float64)
+    for step_grads in grads[:2]:
+        step_grads[1] = None  # type: ignore[call-overload]
+    alone = [copy.deepcopy(params[0])]
+    optimizer = FusedAdamS(params, schedule="lagged", backend=backend)
+    peer = FusedAdamS(alone, schedule="lagged", backend=backend)
+    run(params, grads[:3], optimizer)
+    run(alone, [step_grads[:1] for step_grads in grads[:3]], peer)
+    assert optimizer.exp_avg_sq_mean == peer.exp_avg_sq_mean
+    run(params, grads[3:], optimizer)
+    assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean
+
+
+def digits_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+
+def test_lagged_is_close_to_exact_in_real_training() -> None:
+    """400 steps on digits. The README states these figures."""
+    data = load_digits()
+    x = torch.from_numpy(data.data / 16).float()
+    y = torch.from_numpy(data.target)
+    decay: dict[str, list[float]] = {"exact": [], "lagged": []}
+    weights = {}
+    for schedule, decays in decay.items():
+        torch.manual_seed(0)
+        model = digits_model()
+        optimizer = FusedAdamS(model.parameters(), schedule=schedule)
+        for _ in range(400):
+            batch = torch.randint(len(x), (128,))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+            decays.append(optimizer.effective_weight_decay()[0])
+        weights[schedule] = torch.cat([param.detach().flatten() for param in model.parameters()])
+    off = np.abs(np.array(decay["lagged"][20:]) / np.array(decay["exact"][20:]) - 1)
+    print(f"\nlagged: decay off by {np.median(off):.2%} (median), {off.max():.2%} (most)")
+    distance = (weights["lagged"] - weights["exact"]).norm() / weights["exact"].norm()
+    print(f"lagged: weights off by {distance:.2e}")
+    assert 0 < np.median(off) < 0.01
+    assert 0 < distance < 1e-3
+
+
+def test_decay_is_visible_as_adamws(backend: str) -> None:
+    """AdamW with `effective_weight_decay()` takes the same step."""
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 3, torch.float64)
+    optimizer = FusedAdamS(params, lr=0.01, backend=backend)
+    run(params, grads[:2], optimizer)
+    twins = [copy.deepcopy(param) for param in params]
+    state = copy.deepcopy(optimizer.state_dict())
+    run(params, grads[2:], optimizer)
+    (effective,) = optimizer.effective_weight_decay()
+    assert effective == pytest.approx(5e-4 / (float(optimizer.exp_avg_sq_mean) ** 0.5 + 1e-8), rel=1e-12)
+    adamw = torch.optim.AdamW(twins)
+    adamw.load_state_dict(state)
+    adamw.param_groups[0]["weight_decay"] = effective
+    run(twins, grads[2:], adamw)
+    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-15
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_match_adamw(backend: str, steps_before: int) -> None:
+    """From a fresh start and in the middle of a run the next step is AdamW's, groups without decay left alone."""
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_before + 2, torch.float64)
+    groups = [{"params": params[:1], "eps": 1e-3}, {"params": params[1:], "weight_decay": 0.0}]
+    optimizer = FusedAdamS(groups, lr=0.01, backend=backend)
+    run(params, grads[:steps_before], optimizer)
+    twins = [copy.deepcopy(param) for param in params]
+    adamw = torch.optim.AdamW([{"params": twins[:1]}, {"params": twins[1:]}])
+    adamw.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    adamw.param_groups[0].update(weight_decay=0.1, lr=0.01, eps=1e-3)
+
+    optimizer.match_adamw(weight_decay=0.1)
+    if steps_before:
+        assert optimizer.effective_weight_decay() == pytest.approx([0.1, 0.0])
+    run(params, grads[steps_before:-1], optimizer)
+    adamw.param_groups[1].update(lr=0.01)
+    run(twins, grads[steps_before:-1], adamw)
+    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-15
+    assert optimizer.effective_weight_decay() == pytest.approx([0.1, 0.0], rel=1e-12)
+
+    matched = optimizer.param_groups[0]["weight_decay"]
+    run(params, grads[-1:], optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == matched
+    assert optimizer.effective_weight_decay()[0] != pytest.approx(0.1, rel=1e-3)
+
+
+def test_adamws_habit_is_noticed_in_the_first_step(backend: str) -> None:
+    """weight_decay=0.1 at an rms gradient of 3e-5 would remove three times each weight."""
+    param = torch.nn.Parameter(torch.ones(1000))
+    optimizer = FusedAdamS([param], weight_decay=0.1, backend=backend)
+    grads = [[torch.full((1000,), 3e-5)]] * 3
+    with pytest.warns(UserWarning, match=r"max_decay=0\.1 binds .* acts like 3\.33e\+03 in AdamW") as caught:
+        run([param], grads, optimizer)
+    assert len(caught) == 1
+    assert optimizer.effective_weight_decay() == [pytest.approx(100.0)]
+
+
+def test_no_warning_where_nothing_binds(backend: str) -> None:
+    params = random_params(SHAPES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(params, random_grads(SHAPES, 5), FusedAdamS(params, backend=backend))
+        run(params, random_grads(SHAPES, 5), FusedAdamS(params, lr=0.0, backend=backend))
+
+
+def test_what_is_logged_is_unknown_before_the_first_step(backend: str) -> None:
+    optimizer = FusedAdamS(random_params(SHAPES), backend=backend)
+    assert optimizer.exp_avg_sq_mean.isnan()
+    assert optimizer.grad_norm.isnan()
+    assert np.isnan(optimizer.effective_weight_decay()).all()
+
+
+def test_lr_zero_changes_no_weight_but_the_state(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 2)
+    before = [param.detach().clone() for param in params]
+    optimizer = FusedAdamS(params, lr=0.0, backend=backend)
+    run(params, grads, optimizer)
+    assert all(map(torch.equal, params, before))
+    assert optimizer.effective_weight_decay()[0] > 0
+    assert optimizer.state[params[0]]["exp_avg"].any()

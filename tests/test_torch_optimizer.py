@@ -1,0 +1,179 @@
+"""Everything that a torch optimizer does."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+
+from swd_fused import FusedAdamS
+from tests.runs import defined, error, random_grads, random_params, run
+
+
+def test_defaults_are_the_papers() -> None:
+    optimizer = FusedAdamS(random_params([(3,)]))
+    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 5e-4, "amsgrad": False}
+    assert {key: optimizer.param_groups[0][key] for key in expected} == expected
+
+
+def test_closure(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamS([param], backend=backend)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 5
+    assert (param < 1).all()
+
+
+def test_add_param_group_at_any_time(backend: str) -> None:
+    shapes = [(40,), (50,)]
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, 6, torch.float64)
+    for step_grads in grads[:3]:
+        step_grads[1] = None  # type: ignore[call-overload]
+    groups = [{"params": [0]}, {"params": [1], "lr": 0.1, "weight_decay": 1e-3}]
+    reference = defined(params, grads, groups)
+    optimizer = FusedAdamS(params[:1], backend=backend)
+    run(params, grads[:3], optimizer)
+    optimizer.add_param_group({"params": params[1], "lr": 0.1, "weight_decay": 1e-3})
+    run(params, grads[3:], optimizer)
+    assert error(params, reference.params) < 1e-15
+
+
+@pytest.mark.parametrize("make_lr", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "schedule_lr",
+    [
+        lambda optimizer: StepLR(optimizer, 3),
+        lambda optimizer: CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=12, cycle_momentum=True),
+    ],
+)
+def test_lr_schedulers_and_tensor_lr(backend: str, make_lr: type, schedule_lr: object) -> None:
+    """Equal to setting the scheduler's values by hand; OneCycleLR changes betas too."""
+    params, grads = random_params([(60,)]), random_grads([(60,)], 8)
+    twins = [copy.deepcopy(param) for param in params]
+    optimizer = FusedAdamS(params, lr=make_lr(0.01), backend=backend)
+    by_hand = FusedAdamS(twins, lr=0.01, backend=backend)
+    scheduler = schedule_lr(optimizer)
+    for step_grads in grads:
+        group = optimizer.param_groups[0]
+        by_hand.param_groups[0].update(lr=float(group["lr"]), betas=group["betas"])
+        run(params, [step_grads], optimizer)
+        run(twins, [step_grads], by_hand)
+        scheduler.step()
+    assert float(optimizer.param_groups[0]["lr"]) != 0.01
+    assert torch.equal(params[0], twins[0])
+
+
+def test_step_hooks(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamS([param], backend=backend)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run([param], [[torch.ones(3)]], optimizer)
+    assert seen == ["before", "after"]
+
+
+def test_state_dict_hooks(backend: str) -> None:
+    params = random_params([(4,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(4,)], 2), optimizer)
+    seen: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: {**state, "param_groups": state["param_groups"]})
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: seen.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("post"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["pre", "post"]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad(backend: str, set_to_none: bool) -> None:
+    params = random_params([(4,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(4,)], 1), optimizer)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert params[0].grad is None if set_to_none else not params[0].grad.any()
+
+
+def test_named_parameters(backend: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = FusedAdamS(model.named_parameters(), backend=backend)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names = optimizer.state_dict()["param_groups"][0]["param_names"]
+    assert names == ["weight", "bias"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == names
+
+
+def test_autograd_notices_that_weights_changed(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    loss = (param.square() * 2).sum()
+    run([param], [[torch.ones(3)]], FusedAdamS([param], backend=backend))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_data_may_be_replaced_between_steps(backend: str) -> None:
+    """What modules' `.data =` and sharding wrappers do: no pointer may be remembered."""
+    params, grads = random_params([(30,)]), random_grads([(30,)], 6)
+    twins = [copy.deepcopy(param) for param in params]
+    run(twins, grads, FusedAdamS(twins, backend=backend))
+    optimizer = FusedAdamS(params, backend=backend)
+    for step_grads in grads:
+        run(params, [step_grads], optimizer)
+        params[0].data = params[0].data.clone()
+    assert torch.equal(params[0], twins[0])
+
+
+def test_repr_names_backend_and_schedule(backend: str) -> None:
+    text = repr(FusedAdamS(random_params([(3,)]), backend=backend, schedule="lagged"))
+    assert f"backend: {backend}\n" in text
+    assert "schedule: lagged\n" in text
+
+
+def test_auto_takes_the_fused_kernels() -> None:
+    params = [*random_params([(3,)]), torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))]
+    assert "backend: cpu\n" in repr(FusedAdamS(params[:1]))
+    assert "backend: cpu and torch (no fused kernels for torch.float8_e4m3fn)\n" in repr(FusedAdamS(params))
+
+
+def test_amp_grad_scaler_with_unscaled_gradients(backend: str) -> None:
+    """The plain contract: the scaler unscales, and skips the step on an infinity."""
+    params = random_params([(30,)])
+    twins = [copy.deepcopy(param) for param in params]
+    grads = random_grads([(30,)], 3)
+    run(twins, grads, FusedAdamS(twins, backend=backend))
+    optimizer, scaler = FusedAdamS(params, backend=backend), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step_grads in [grads[0], [torch.full((30,), float("inf"))], *grads[1:]]:
+        scaler.scale(torch.ones(()))
+        params[0].grad = step_grads[0] * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(params[0], twins[0], rtol=1e-6, atol=1e-7)
+
+
+def test_training_reduces_a_loss_without_warnings(backend: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
+    optimizer = FusedAdamS(model.parameters(), lr=1e-2, backend=backend)
+    x = torch.randn(64, 5)
+    y = x.sum(1, keepdim=True)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.05 * losses[0]
