@@ -1,5 +1,6 @@
 """Builds the C++ kernels against PyTorch's stable ABI; everything else is in pyproject.toml."""
 
+import glob
 import os
 import sys
 import sysconfig
@@ -23,9 +24,8 @@ def torch_directory() -> str | None:
 def extension(torch: str) -> Extension:
     return Extension(
         "swd_fused._C",
-        ["csrc/ops.cpp", "csrc/passes.cpp", "csrc/blocks.cpp", "csrc/huge_pages.cpp"],
-        depends=["csrc/adams_element.h", "csrc/blocks.h", "csrc/chunk_walk.h", "csrc/huge_pages.h", "csrc/operand.h"]
-        + ["csrc/passes.h", "csrc/vectors.h"],
+        sorted(glob.glob("csrc/*.cpp")),
+        depends=glob.glob("csrc/*.h"),
         include_dirs=[os.path.join(torch, "include")],
         library_dirs=[os.path.join(torch, "lib")],
         libraries=["torch_cpu", "c10"],

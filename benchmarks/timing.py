@@ -27,9 +27,11 @@ class Quartiles:
 
 
 def interleaved_order(items: Sequence[T], repetition: int) -> list[T]:
-    """All items once: rotated by one each repetition, and backwards every second time, so that none always starts and
-    none always finds the caches as the same other one left them."""
-    start = repetition % len(items)
+    """All items once: forwards, then backwards, then the same rotated by one, and so on.
+
+    So each comes first equally often, and none always finds the caches as the same other one left them.
+    """
+    start = repetition // 2 % len(items)
     order = [*items[start:], *items[:start]]
     return order[::-1] if repetition % 2 else order
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import swd_fused._C
 import torch
 
-import swd_fused._C
 from swd_fused import backends
 
 ops = torch.ops.swd_fused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,34 +59,38 @@ def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> Non
     assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean
 
 
-def digits_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-
-
-def test_lagged_is_close_to_exact_in_real_training() -> None:
-    """400 steps on digits. The README states these figures."""
+def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, np.ndarray]:
+    """The weights after training, and the effective weight decay of each step."""
     data = load_digits()
     x = torch.from_numpy(data.data / 16).float()
     y = torch.from_numpy(data.target)
-    decay: dict[str, list[float]] = {"exact": [], "lagged": []}
-    weights = {}
-    for schedule, decays in decay.items():
-        torch.manual_seed(0)
-        model = digits_model()
-        optimizer = FusedAdamS(model.parameters(), schedule=schedule)
-        for _ in range(400):
-            batch = torch.randint(len(x), (128,))
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-            decays.append(optimizer.effective_weight_decay()[0])
-        weights[schedule] = torch.cat([param.detach().flatten() for param in model.parameters()])
-    off = np.abs(np.array(decay["lagged"][20:]) / np.array(decay["exact"][20:]) - 1)
-    print(f"\nlagged: decay off by {np.median(off):.2%} (median), {off.max():.2%} (most)")
-    distance = (weights["lagged"] - weights["exact"]).norm() / weights["exact"].norm()
-    print(f"lagged: weights off by {distance:.2e}")
-    assert 0 < np.median(off) < 0.01
-    assert 0 < distance < 1e-3
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = FusedAdamS(model.parameters(), **options)
+    decay = []
+    for _ in range(steps):
+        batch = torch.randint(len(x), (128,))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        decay += optimizer.effective_weight_decay()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]), np.array(decay)
+
+
+def test_lagged_is_close_to_exact_in_real_training() -> None:
+    """Over 400 steps on digits. Run with -s to see the figures that the README states."""
+    exact, exact_decay = trained_on_digits()
+    lagged, lagged_decay = trained_on_digits(schedule="lagged")
+    off = np.abs(lagged_decay / exact_decay - 1)
+    total = abs(lagged_decay.sum() / exact_decay.sum() - 1)
+    distance = float((lagged - exact).norm() / exact.norm())
+    print(
+        f"\nlagged decay off by {np.median(off):.3%} (median of steps), {np.quantile(off, 0.95):.2%} (95th percentile)"
+    )
+    print(f"lagged decay off by {total:.4%} in total, weights by {distance:.2%}")
+    assert 0 < np.median(off) < 0.005
+    assert 0 < total < 0.005
+    assert 0 < distance < 0.01
 
 
 def test_decay_is_visible_as_adamws(backend: str) -> None:

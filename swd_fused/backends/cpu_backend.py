@@ -54,12 +54,20 @@ def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor
     return result
 
 
-def _fake_sums(tensors: list[Tensor], *_: object) -> Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
+# What the operators return where nothing is computed. A real meta tensor among real ones brings us here too: then the
+# result is one as well, so that `_checked` notices.
 
 
-def _fake_update(params: list[Tensor], *_: object) -> Tensor:
-    return params[0].new_empty((2, len(params)), dtype=torch.float64)
+def _fake_sums(*lists: list[Tensor]) -> Tensor:
+    return _any_meta(*lists[:3]).new_empty(len(lists[0]), dtype=torch.float64)
+
+
+def _fake_update(*lists: list[Tensor]) -> Tensor:
+    return _any_meta(*lists[:5]).new_empty((2, len(lists[0])), dtype=torch.float64)
+
+
+def _any_meta(*lists: list[Tensor]) -> Tensor:
+    return next((tensor for tensors in lists for tensor in tensors if tensor.is_meta), lists[0][0])
 
 
 torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums)
