@@ -69,9 +69,9 @@ def draw_panel(axis: Axes, rows: Sequence[Row], bars: Sequence[Row], title: str)
         for offset, row in enumerate(group):
             draw_bar(axis, row, position + offset, peer_medians[suite])
         centres.append(position + (len(group) - 1) / 2)
-        names.append(f"{suite}\n{int(group[0]['elements']) / 1e6:.4g}M in {int(group[0]['tensors']):,}")
+        names.append(f"{suite}\n{int(group[0]['elements']) / 1e6:.4g}M elements\ntensors: {int(group[0]['tensors']):,}")
         position += len(group) + 1
-    axis.set_yticks(centres, names, fontsize=9)
+    axis.set_yticks(centres, names, fontsize=8)
     axis.tick_params(axis="y", length=0)
     axis.set_ylim(position - 0.7, -1.5)
     axis.set_xscale("log")

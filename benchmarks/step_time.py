@@ -9,6 +9,7 @@ import argparse
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -24,7 +25,7 @@ from benchmarks.plot_step_time import plot
 from benchmarks.suites import SUITES, Suite
 from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 def measure(name: str, suite: Suite, contenders: Sequence[Contender], repeats: int, progress: Progress) -> list[Row]:

@@ -61,5 +61,5 @@ SUITES = {
     "gpt2-124m": Suite(tuple(gpt2_shapes(layers=12, width=768, vocabulary=50257, context=1024)), repeats=15),
     "resnet50": Suite(tuple(resnet50_shapes()), repeats=41),
     "one-1M": Suite(((2**20,),), repeats=401),
-    "1000x500": Suite(((500,),) * 1000, repeats=201),
+    "1000x500": Suite(((500,),) * 1000, repeats=101),
 }

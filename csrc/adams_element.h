@@ -5,8 +5,7 @@
 
 namespace swd {
 
-// What one tensor needs to know besides its elements. The columns of the `scalars` table, in its order,
-// converted to the type that computes.
+// What an element needs to know besides itself, in the type that computes. Made by scalars_of in schedule.h.
 template <typename T>
 struct Scalars {
   T grad_scale;  // clip factor; negative to maximize

@@ -6,19 +6,23 @@
 #include "passes.h"
 
 STABLE_TORCH_LIBRARY(swd_fused, m) {
-  m.def("gradient_sums(Tensor[] grads) -> Tensor");
+  m.def("gradient_sums(Tensor[] grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
-      "max_exp_avg_sq_sums(Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] grads, Tensor scalars) -> Tensor");
-  m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
+      "max_exp_avg_sq_sum(Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] grads, Tensor steps, Tensor groups, "
+      "Tensor hyper, Tensor? clip) -> Tensor");
+  m.def("last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
       "update_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor[] grads, Tensor scalars) -> Tensor");
+      "Tensor(e!) sums, Tensor(f!) steps, Tensor[] grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean, "
+      "Tensor? clip) -> Tensor");
+  m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swd_fused, CPU, m) {
   m.impl("gradient_sums", TORCH_BOX(&swd::gradient_sums));
-  m.impl("max_exp_avg_sq_sums", TORCH_BOX(&swd::max_exp_avg_sq_sums));
+  m.impl("max_exp_avg_sq_sum", TORCH_BOX(&swd::max_exp_avg_sq_sum));
+  m.impl("last_exp_avg_sq_sum", TORCH_BOX(&swd::last_exp_avg_sq_sum));
   m.impl("exp_avg_sq_sums", TORCH_BOX(&swd::exp_avg_sq_sums));
   m.impl("update_", TORCH_BOX(&swd::update_));
   m.impl("advise_huge_pages", TORCH_BOX(&swd::advise_huge_pages));

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <vector>
 
 namespace swd {
@@ -10,21 +11,29 @@ namespace swd {
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
-// Each returns one float64 for each tensor.
+// By tensor: `sums` (float64) are those of exp_avg_sq, or of max_exp_avg_sq with amsgrad; `steps` (float32) counts the
+// steps taken so far; `groups` (int64) is the row of the `hyper` table (float64, see schedule.h) that holds for it.
+// `exp_avg_sq_mean` and `clip`, if there is one, are single float64 numbers. v^ is the second moment after bias
+// correction.
 
-// Pass 1: sum of grad^2.
-Tensor gradient_sums(TensorList grads);
+// Pass 1. Returns the sum of grad^2 and, for the sum of v^ after this step, the part carried over from the step before
+// and the part that comes from these gradients: carried + clip^2 * fresh.
+Tensor gradient_sums(TensorList grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper);
 
-// Pass 1 of amsgrad, which has no recursion: sum of max_exp_avg_sq as this step will leave it.
-Tensor max_exp_avg_sq_sums(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList grads, Tensor scalars);
+// Pass 1 of amsgrad, which has no recursion: the sum of v^ after this step.
+Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList grads, Tensor steps,
+                          Tensor groups, Tensor hyper, std::optional<Tensor> clip);
 
-// Sum of what is stored, in the order in which `update_` takes it.
+// Instead of pass 1: the sum of v^ as the step before left it, and its count, over tensors that have taken a step.
+Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper);
+
+// Pass 2. `max_exp_avg_sqs` is empty without amsgrad. Advances `steps`, leaves the next step's `sums`, and returns the
+// sum of grad^2.
+Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
+               Tensor steps, TensorList grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean,
+               std::optional<Tensor> clip);
+
+// By tensor, the `sums` that `update_` leaves, bit for bit, from what is stored.
 Tensor exp_avg_sq_sums(TensorList exp_avg_sqs);
-
-// Pass 2. `max_exp_avg_sqs` is empty without amsgrad. `scalars` has a row for each tensor, see scalars_row in
-// passes.cpp. Returns two rows: the next step's sums of exp_avg_sq (of max_exp_avg_sq with amsgrad), and those
-// of grad^2.
-Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList grads, Tensor scalars);
 
 }  // namespace swd

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.schedule import Hyper, hyper_numbers
+
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
 
@@ -40,15 +42,20 @@ class Bucket:
         self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg"), self._moments("exp_avg_sq")
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
         self.device = self.params[0].device
-        self.group_indices = torch.tensor([active.group_indices[i] for i in positions], device=self.device)
-        self.numels = [param.numel() for param in self.params]
-        self.numel = sum(self.numels)
+        self.group_indices = [active.group_indices[i] for i in positions]
+        self.groups = torch.tensor(self.group_indices).to(self.device, non_blocking=True)
+        numels = [param.numel() for param in self.params]
+        self.numel = sum(numels)
+        self.numels = torch.tensor(numels).to(self.device, non_blocking=True)
         self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
         self._step_views = list(self.steps.unbind())
         for state, view in zip(self._states, self._step_views, strict=True):
             state["step"] = view
-        self.set_sums(backend.exp_avg_sq_sums(self.averaged))
-        self.set_grads(active.grads)
+        self.sums = backend.exp_avg_sq_sums(self.averaged)
+        self._versions = _versions(self.averaged)
+        self.grads: list[Tensor] = []
+        self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
+        self._hyper: Hyper | None = None
 
     @property
     def averaged(self) -> list[Tensor]:
@@ -66,11 +73,22 @@ class Bucket:
             and self._versions == _versions(self.averaged)
         )
 
-    def set_grads(self, grads: list[Tensor]) -> None:
+    def begin_step(self, grads: list[Tensor], param_groups: list[dict[str, Any]]) -> None:
         self.grads = [_as_real(grads[i]) for i in self.positions]
+        self.grad_sum = None
+        self.set_hyper(param_groups)
 
-    def set_sums(self, sums: Tensor) -> None:
-        self.sums = sums
+    def set_hyper(self, param_groups: list[dict[str, Any]]) -> None:
+        if self._hyper is None or self._hyper.numbers != hyper_numbers(param_groups):
+            self._hyper = Hyper(param_groups, self.device)
+        self._hyper.set_tensor_lrs(param_groups)
+
+    @property
+    def hyper(self) -> Hyper:
+        assert self._hyper is not None, "begin_step comes first"
+        return self._hyper
+
+    def end_step(self) -> None:
         self._versions = _versions(self.averaged)
 
     def _moments(self, key: str) -> list[Tensor]:

@@ -152,20 +152,18 @@ class FusedAdamS(Optimizer):
     def _take_step(self, active: Active) -> None:
         amsgrads = [group["amsgrad"] for group in self.param_groups]
         first = False
-        if self._arrangement is not None and self._arrangement.serves(active, amsgrads):
-            for bucket in self._arrangement.buckets:
-                bucket.set_grads(active.grads)
-        else:
+        if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
             check_grads(active.params, active.grads)
             first = not any(active.states)
             active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
             self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
         buckets = self._arrangement.buckets
-        hyper = Hyper.of(self.param_groups, buckets[0].device)
+        for bucket in buckets:
+            bucket.begin_step(active.grads, self.param_groups)
         lagged = self.schedule == "lagged" and not first
-        self.exp_avg_sq_mean, self.grad_norm = take_step(
-            buckets, hyper, self.max_grad_norm, lagged, self._before_update
-        )
+        self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, self._before_update)
+        for bucket in buckets:
+            bucket.end_step()
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
@@ -185,13 +183,11 @@ class FusedAdamS(Optimizer):
             positions[backend, param.device, amsgrads[index]].append(position)
         return [Bucket(backend, amsgrad, where, active) for (backend, _, amsgrad), where in positions.items()]
 
-    def _before_update(self, exp_avg_sq_mean: Tensor, hyper: Hyper) -> Hyper:
+    def _before_update(self, exp_avg_sq_mean: Tensor) -> None:
         if self._adamw_weight_decay is not None:
-            hyper = hyper.matching_adamw(self._adamw_weight_decay, exp_avg_sq_mean)
+            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
             self._adamw_weight_decay = None
-            self._set_weight_decay(hyper)
-        self._decay_warning.watch(exp_avg_sq_mean, hyper)
-        return hyper
+        self._decay_warning.watch(exp_avg_sq_mean, self.param_groups)
 
     # --- Weight decay, for people who think in AdamW's
 
@@ -200,7 +196,8 @@ class FusedAdamS(Optimizer):
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        hyper = Hyper.of(self.param_groups, self.exp_avg_sq_mean.device)
+        hyper = Hyper(self.param_groups, self.exp_avg_sq_mean.device)
+        hyper.set_tensor_lrs(self.param_groups)
         decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
         return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
 
@@ -212,13 +209,17 @@ class FusedAdamS(Optimizer):
         """
         check_adamw_weight_decay(weight_decay)
         self._adamw_weight_decay = weight_decay
-        if not self.exp_avg_sq_mean.isnan():
-            hyper = Hyper.of(self.param_groups, self.exp_avg_sq_mean.device)
-            self._set_weight_decay(hyper.matching_adamw(weight_decay, self.exp_avg_sq_mean))
+        if self.exp_avg_sq_mean > 0:
+            self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
 
-    def _set_weight_decay(self, hyper: Hyper) -> None:
-        for group, weight_decay in zip(self.param_groups, hyper.weight_decay.tolist(), strict=True):
-            group["weight_decay"] = weight_decay
+    def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
+        rms = float(exp_avg_sq_mean.sqrt())
+        for group in self.param_groups:
+            if group["weight_decay"] > 0:
+                group["weight_decay"] = adamw_weight_decay * (rms + group["eps"])
+        if self._arrangement is not None:
+            for bucket in self._arrangement.buckets:
+                bucket.set_hyper(self.param_groups)
 
     # --- Backends
 

@@ -36,7 +36,10 @@ def installed(directory: Path, **variables: str) -> tuple[str, Path, str]:
     return wheel.name, target, log
 
 
+# Without the finder of an editable installation, which would supply the kernels that this one lacks.
 STEP = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in str(finder)]
 import torch, swd_fused
 param = torch.nn.Parameter(torch.ones(3))
 param.grad = torch.ones(3)

@@ -20,16 +20,30 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.rand(shape).to(dtype) for shape in SHAPES]
 
 
-def scalars() -> torch.Tensor:
-    return torch.tensor([[1.0, 0.9, 0.999, 0.5, 1e-8, 0.99, 1e-3]] * len(SHAPES), dtype=torch.float64)
+def hyper(decay: float = 5e-4) -> torch.Tensor:
+    """Two groups: lr, beta1, beta2, eps, weight_decay, max_decay, sign."""
+    return torch.tensor([[1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0], [1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0]]).double()
+
+
+SUMS = torch.ones(4, dtype=torch.float64)
+STEPS = torch.tensor([0.0, 1.0, 2.0, 3.0])
+GROUPS = torch.tensor([0, 1, 0, 1])
+MEAN = torch.tensor(1e-4, dtype=torch.float64)
+CLIP = torch.tensor(0.5, dtype=torch.float64)
+
+
+def update_args(dtype: torch.dtype, amsgrad: bool, clip: torch.Tensor | None) -> tuple[object, ...]:
+    written = tensors(dtype), tensors(), tensors(), tensors() if amsgrad else [], SUMS.clone(), STEPS.clone()
+    return *written, tensors(dtype), GROUPS, hyper(), MEAN, clip
 
 
 CALLS = [
-    ("gradient_sums", lambda: (tensors(torch.bfloat16),)),
+    ("gradient_sums", lambda: (tensors(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
+    ("max_exp_avg_sq_sum", lambda: (tensors(), tensors(), tensors(), STEPS, GROUPS, hyper(), CLIP)),
+    ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
+    ("update_", lambda: update_args(torch.float32, False, None)),
+    ("update_", lambda: update_args(torch.float16, True, CLIP)),
     ("exp_avg_sq_sums", lambda: (tensors(),)),
-    ("max_exp_avg_sq_sums", lambda: (tensors(), tensors(), tensors(), scalars())),
-    ("update_", lambda: (tensors(), tensors(), tensors(), [], tensors(), scalars())),
-    ("update_", lambda: (tensors(torch.float16), tensors(), tensors(), tensors(), tensors(torch.float16), scalars())),
     ("advise_huge_pages", lambda: (torch.empty(1000),)),
 ]
 
@@ -46,38 +60,48 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
             lists = [[torch.rand(numel)] for _ in range(5)]
             lists[0][0] = torch.rand(2 * numel)[::2]
             param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad = lists
-            table = scalars()[:1]
-            emitted, grad_sums = ops.update_(param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], grad, table)
             averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
-            assert torch.equal(emitted, ops.exp_avg_sq_sums(averaged))
-            torch.testing.assert_close(emitted, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
-            torch.testing.assert_close(grad_sums, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
+            sums = torch.zeros(1, dtype=torch.float64)
+            written = param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], sums, torch.zeros(1)
+            grad_sum = ops.update_(*written, grad, torch.tensor([0]), hyper(), MEAN, None)
+            assert torch.equal(sums, ops.exp_avg_sq_sums(averaged))
+            torch.testing.assert_close(sums, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
+            torch.testing.assert_close(grad_sum, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
-    """An update with a step of zero and a decay factor of one copies the parameter through the kernel's conversions;
-    with a factor of 1/3 it rounds. For 16 bits: all 65,536 of them."""
+    """An update with zero gradients copies the parameter through the kernel's conversions, or, with a decay factor of
+    2/3, rounds it. For 16 bits: all 65,536 of them."""
     if dtype.itemsize == 2:
         values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     else:
         values = torch.cat([torch.randn(10_000, dtype=dtype), torch.tensor([0.0, -0.0, torch.inf, 1e-40], dtype=dtype)])
     computes_in = torch.promote_types(dtype, torch.float32)
-    for factor in (1.0, 1 / 3):
+    for max_decay in (0.0, 1 / 3):
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
-        table = torch.tensor([[1.0, 0.9, 0.999, 1.0, 1.0, factor, 0.0]], dtype=torch.float64)
-        ops.update_([param], [zeros.clone()], [zeros.clone()], [], [zeros.to(dtype)], table)
-        expected = (values.to(computes_in) * torch.tensor(factor, dtype=computes_in)).to(dtype)
+        table = hyper(decay=1e9)
+        table[0, 5] = max_decay
+        written = [param], [zeros.clone()], [zeros.clone()], [], SUMS[:1].clone(), torch.zeros(1)
+        ops.update_(*written, [zeros.to(dtype)], GROUPS[:1], table, MEAN, None)
+        expected = (values.to(computes_in) * torch.tensor(1 - max_decay, dtype=computes_in)).to(dtype)
         torch.testing.assert_close(param, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_check_what_they_are_given() -> None:
     with pytest.raises(RuntimeError, match="must be float32, float64, bfloat16 or float16"):
-        ops.gradient_sums([torch.ones(3, dtype=torch.int32)])
+        ops.gradient_sums([torch.ones(3, dtype=torch.int32)] * 4, SUMS, STEPS, GROUPS, hyper())
+    with pytest.raises(
+        RuntimeError, match="steps must be contiguous, of the documented dtype, with at least 4 elements"
+    ):
+        ops.gradient_sums(tensors(), SUMS, STEPS[:3], GROUPS, hyper())
+    with pytest.raises(RuntimeError, match="tensor 1 is of group 1, but hyper has 1 rows"):
+        ops.gradient_sums(tensors(), SUMS, STEPS, GROUPS, hyper()[:1])
+    args = update_args(torch.float32, False, None)
     with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
-        ops.update_(tensors(), tensors()[:3], tensors(), [], tensors(), scalars())
-    with pytest.raises(RuntimeError, match="a row for each of 4 tensors"):
-        ops.update_(tensors(), tensors(), tensors(), [], tensors(), scalars()[:3])
+        ops.update_(args[0], args[1][:3], *args[2:])
+    with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):
+        ops.update_(args[0], args[1][::-1], *args[2:])
 
 
 def test_no_full_size_temporary() -> None:

@@ -15,10 +15,10 @@ NAMES = ("auto", "cpu", "torch")
 
 
 class Backend(Protocol):
-    """The two passes of a step and what goes with them. Sums come by tensor, in the scalars' dtype.
+    """The two passes of a step and what goes with them. Results are tensors of the bucket's device.
 
-    A gradient that does not fit its parameter makes either pass raise before anything is changed.
-    `scalars` has a row for each tensor: grad_scale, beta1, beta2, bias_correction2, eps, decay_factor, step_size.
+    v^ is the second moment after bias correction. `exp_avg_sq_mean` and `clip` are zero-dimensional. A gradient that
+    does not fit its parameter makes either pass raise before anything is changed.
     """
 
     name: str
@@ -27,16 +27,22 @@ class Backend(Protocol):
         """Zeros in the shape and, as far as they are dense, the strides of `like`."""
 
     def gradient_sums(self, bucket: Bucket) -> Tensor:
-        """Pass 1: sum of grad^2."""
+        """Pass 1: the sum of v^ after this step as (carried, fresh), that is carried + clip^2 fresh.
 
-    def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:
-        """Pass 1 of amsgrad: sum of max_exp_avg_sq as this step will leave it."""
+        Sets `bucket.grad_sum`; without pass 1 `update` does.
+        """
 
-    def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass 2: changes parameters and moments; the sums of bucket.averaged and of grad^2."""
+    def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
+        """Pass 1 of amsgrad, which has no such recursion: the sum of v^ after this step."""
+
+    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
+        """Instead of pass 1: the sum of v^ before this step, and its count, over tensors that have taken a step."""
+
+    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
+        """Pass 2: advances parameters, moments, `bucket.steps` and `bucket.sums`."""
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        """The sums that `update` gave, bit for bit, from what is stored."""
+        """By tensor, the `sums` that `update` leaves, bit for bit, from what is stored."""
 
 
 @cache

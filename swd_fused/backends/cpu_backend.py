@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +24,31 @@ class CpuBackend:
         return moment.zero_()
 
     def gradient_sums(self, bucket: Bucket) -> Tensor:
-        return _checked(bucket, ops.gradient_sums, bucket.grads)
+        scalars = bucket.sums, bucket.steps, bucket.groups, bucket.hyper.table
+        sums = _checked(bucket, ops.gradient_sums, bucket.grads, *scalars)
+        bucket.grad_sum = sums[0]
+        return sums[1:]
 
-    def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:
-        sums: Tensor = ops.max_exp_avg_sq_sums(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, scalars)
+    def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
+        lists = bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads
+        total: Tensor = ops.max_exp_avg_sq_sum(*lists, bucket.steps, bucket.groups, bucket.hyper.table, clip)
+        return total[0]
+
+    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
+        sums: Tensor = ops.last_exp_avg_sq_sum(
+            bucket.sums, bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
+        )
         return sums
 
-    def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
-        lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads
-        exp_avg_sq_sums, grad_sums = _checked(bucket, ops.update_, *lists, scalars)
+    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
+        written = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.sums, bucket.steps
+        read = bucket.grads, bucket.groups, bucket.hyper.table, exp_avg_sq_mean, clip
+        grad_sum = _checked(bucket, ops.update_, *written, *read)
         # A boxed operator does not count its writes, and autograd relies on the count to refuse a backward
         # through weights that have changed since the forward.
         torch.autograd.graph.increment_version(bucket.params)
-        return exp_avg_sq_sums, grad_sums
+        if bucket.grad_sum is None:
+            bucket.grad_sum = grad_sum[0]
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
@@ -58,20 +71,19 @@ def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor
 # result is one as well, so that `_checked` notices.
 
 
-def _fake_sums(*lists: list[Tensor]) -> Tensor:
-    return _any_meta(*lists[:3]).new_empty(len(lists[0]), dtype=torch.float64)
+def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
+    def fake(*args: Any) -> Tensor:
+        tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, list) else [arg])]
+        where = next((tensor for tensor in tensors if tensor is not None and tensor.is_meta), tensors[0])
+        result: Tensor = where.new_empty(len(args[0]) if numbers is None else numbers, dtype=torch.float64)
+        return result
+
+    return fake
 
 
-def _fake_update(*lists: list[Tensor]) -> Tensor:
-    return _any_meta(*lists[:5]).new_empty((2, len(lists[0])), dtype=torch.float64)
-
-
-def _any_meta(*lists: list[Tensor]) -> Tensor:
-    return next((tensor for tensors in lists for tensor in tensors if tensor.is_meta), lists[0][0])
-
-
-torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums)
-torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums)
-torch.library.register_fake("swd_fused::max_exp_avg_sq_sums")(_fake_sums)
-torch.library.register_fake("swd_fused::update_")(_fake_update)
+torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums(3))
+torch.library.register_fake("swd_fused::max_exp_avg_sq_sum")(_fake_sums(1))
+torch.library.register_fake("swd_fused::last_exp_avg_sq_sum")(_fake_sums(2))
+torch.library.register_fake("swd_fused::update_")(_fake_sums(1))
+torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums())
 torch.library.register_fake("swd_fused::advise_huge_pages")(lambda tensor: None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from swd_fused import schedule
 from swd_fused.arguments import check_grads
 from swd_fused.bucket import Bucket
 from swd_fused.schedule import scalar_dtype
@@ -15,7 +17,6 @@ from swd_fused.schedule import scalar_dtype
 # a large tensor cost more than the whole update. Elsewhere each batch is a round of launches.
 CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 26
-
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
@@ -28,115 +29,171 @@ class TorchBackend:
 
     def gradient_sums(self, bucket: Bucket) -> Tensor:
         check_grads(bucket.params, bucket.grads)
-        grads = bucket.grads
-        sums = zeros(grads)
-        for indices, (pieces,) in batches(grads):
-            norms = torch._foreach_norm(pieces, 2, dtype=sums[0].dtype)
-            for index, norm in zip(indices, norms, strict=True):
-                sums[index] += norm.square()
-        return torch.stack(sums)
+        grad_sums = sums_of_squares(bucket.grads)
+        bucket.grad_sum = grad_sums.sum()
+        beta2, bias_correction2 = by_tensor(bucket, bucket.hyper.beta2), bias_corrections(bucket)[1]
+        carried = beta2 * bucket.sums / bias_correction2
+        fresh = (1 - beta2) * grad_sums / bias_correction2
+        return torch.stack([carried, fresh]).sum(1)
+
+    def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
+        sums = []
+        for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, groups=bucket.group_indices):
+            exp_avg_sqs, max_exp_avg_sqs, raw_grads = batch.lists
+            _, _, beta2, _, _, _, sign = bucket.hyper.numbers[batch.group]
+            grads = scaled(raw_grads, exp_avg_sqs, sign, clip)
+            next_exp_avg_sqs = torch._foreach_mul(exp_avg_sqs, beta2)
+            torch._foreach_addcmul_(next_exp_avg_sqs, grads, grads, value=1 - beta2)
+            sums += sums_of(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs))
+        return (summed_by_tensor(sums, bucket.averaged) / bias_corrections(bucket)[1]).sum()
+
+    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
+        stepped = bucket.steps > 0
+        bias_correction2 = 1 - by_tensor(bucket, bucket.hyper.beta2) ** bucket.steps
+        hat_sums = torch.where(stepped, bucket.sums / bias_correction2, 0.0)
+        return torch.stack([hat_sums, (stepped * bucket.numels).to(hat_sums.dtype)]).sum(1)
+
+    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
+        check_grads(bucket.params, bucket.grads)
+        decay_factor = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
+        bias_correction1, bias_correction2 = bias_corrections(bucket)
+        step_sizes = (by_tensor(bucket, bucket.hyper.lr) / bias_correction1).unbind()
+        denom_scales = bias_correction2.rsqrt().unbind()
+        lists = [bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads]
+        sums = []
+        for batch in batches(*lists, groups=bucket.group_indices):
+            update_(
+                batch.lists,
+                bucket.hyper.numbers[batch.group],
+                [denom_scales[i] for i in batch.indices],
+                [step_sizes[i] for i in batch.indices],
+                decay_factor[batch.group],
+                clip,
+                bucket.amsgrad,
+            )
+            sums += sums_of(batch.lists[3])
+        if bucket.grad_sum is None:
+            bucket.grad_sum = sums_of_squares(bucket.grads).sum()
+        bucket.steps += 1
+        bucket.sums = summed_by_tensor(sums, bucket.averaged)
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        sums = zeros(exp_avg_sqs)
-        for indices, (pieces,) in batches(exp_avg_sqs):
-            add_sums(sums, indices, pieces)
-        return torch.stack(sums)
-
-    def max_exp_avg_sq_sums(self, bucket: Bucket, scalars: Tensor) -> Tensor:
-        sums = zeros(bucket.grads)
-        columns = [column.unbind() for column in scalars.unbind(1)]
-        for indices, pieces in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads):
-            exp_avg_sqs, max_exp_avg_sqs, grads = pieces
-            grad_scales, _, beta2s, *_ = ([column[index] for index in indices] for column in columns)
-            grads = scaled(grads, exp_avg_sqs, grad_scales)
-            next_exp_avg_sqs = [exp_avg_sq.clone() for exp_avg_sq in exp_avg_sqs]
-            move_averages_(next_exp_avg_sqs, torch._foreach_mul(grads, grads), beta2s)
-            add_sums(sums, indices, torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs))
-        return torch.stack(sums)
-
-    def update(self, bucket: Bucket, scalars: Tensor) -> tuple[Tensor, Tensor]:
-        check_grads(bucket.params, bucket.grads)
-        lists = [bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads]
-        columns = [column.unbind() for column in scalars.unbind(1)]
-        sums = zeros(bucket.params)
-        for indices, pieces in batches(*lists):
-            update_(bucket.amsgrad, *pieces, *([column[index] for index in indices] for column in columns))
-            add_sums(sums, indices, pieces[3])
-        return torch.stack(sums), self.gradient_sums(bucket)
+        sums = [total for batch in batches(exp_avg_sqs) for total in sums_of(batch.lists[0])]
+        return summed_by_tensor(sums, exp_avg_sqs)
 
 
 def update_(
-    amsgrad: bool,
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    averaged: list[Tensor],
-    grads: list[Tensor],
-    grad_scales: list[Tensor],
-    beta1s: list[Tensor],
-    beta2s: list[Tensor],
-    bias_correction2s: list[Tensor],
-    epss: list[Tensor],
-    decay_factors: list[Tensor],
+    lists: list[list[Tensor]],
+    hyper: tuple[float, ...],
+    denom_scales: list[Tensor],
     step_sizes: list[Tensor],
+    decay_factor: Tensor,
+    clip: Tensor | None,
+    amsgrad: bool,
 ) -> None:
-    """The definition, for lists of tensors and of zero-dimensional scalars.
+    """The definition, for lists of tensors of one group.
 
-    `averaged` is `max_exp_avg_sqs` with amsgrad and `exp_avg_sqs` itself without. Everything is computed in the
-    moments' dtype and rounded to the parameter's once.
+    `averaged` is max_exp_avg_sqs with amsgrad and exp_avg_sqs itself without. Everything is computed in the second
+    moment's dtype and rounded to the parameter's once.
     """
-    grads = scaled(grads, exp_avg_sqs, grad_scales)
-    move_averages_(exp_avgs, grads, beta1s)
-    move_averages_(exp_avg_sqs, torch._foreach_mul(grads, grads), beta2s)
+    params, exp_avgs, exp_avg_sqs, averaged, raw_grads = lists
+    _, beta1, beta2, eps, _, _, sign = hyper
+    grads = scaled(raw_grads, exp_avg_sqs, sign, clip)
+    torch._foreach_mul_(exp_avgs, beta1)
+    torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - beta2)
     if amsgrad:
         torch._foreach_maximum_(averaged, exp_avg_sqs)
-    denoms = torch._foreach_div(averaged, bias_correction2s)
-    torch._foreach_sqrt_(denoms)
-    torch._foreach_add_(denoms, epss)
+    denoms = torch._foreach_sqrt(averaged)
+    torch._foreach_mul_(denoms, denom_scales)
+    torch._foreach_add_(denoms, eps)
     updates = torch._foreach_div(exp_avgs, denoms)
     torch._foreach_mul_(updates, step_sizes)
-    decayed = torch._foreach_mul([p.to(update.dtype) for p, update in zip(params, updates, strict=True)], decay_factors)
-    torch._foreach_sub_(decayed, updates)
-    torch._foreach_copy_(params, decayed)
+    results = widened(params, exp_avg_sqs)
+    torch._foreach_mul_(results, decay_factor)
+    torch._foreach_sub_(results, updates)
+    torch._foreach_copy_(params, results)
 
 
-def scaled(grads: list[Tensor], moments: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
-    widened = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
-    return list(torch._foreach_mul(widened, scales))
+def widened(tensors: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(moment.dtype) for tensor, moment in zip(tensors, moments, strict=True)]
 
 
-def move_averages_(averages: TensorList, values: TensorList, betas: list[Tensor]) -> None:
-    """average <- beta * average + (1 - beta) * value"""
-    torch._foreach_mul_(averages, betas)
-    torch._foreach_add_(averages, torch._foreach_mul(values, [1 - beta for beta in betas]))
+def scaled(grads: list[Tensor], moments: list[Tensor], sign: float, clip: Tensor | None) -> TensorList:
+    wide: TensorList = widened(grads, moments)
+    if clip is not None:
+        wide = torch._foreach_mul(wide, clip * sign)
+    elif sign < 0:
+        wide = torch._foreach_neg(wide)
+    return wide
 
 
-def zeros(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros((), dtype=scalar_dtype(tensor.device), device=tensor.device) for tensor in tensors]
+def by_tensor(bucket: Bucket, column: Tensor) -> Tensor:
+    return column[bucket.groups]
 
 
-def add_sums(sums: list[Tensor], indices: list[int], pieces: TensorList) -> None:
-    for index, piece in zip(indices, pieces, strict=True):
-        sums[index] += piece.sum(dtype=sums[index].dtype)
+def bias_corrections(bucket: Bucket) -> tuple[Tensor, Tensor]:
+    step = (bucket.steps + 1).to(bucket.hyper.table.dtype)
+    beta1, beta2 = by_tensor(bucket, bucket.hyper.beta1), by_tensor(bucket, bucket.hyper.beta2)
+    return 1 - beta1**step, 1 - beta2**step
 
 
-def batches(*lists: list[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
-    """Parallel lists of tensors as parallel lists of pieces, a batch at a time, with each piece's index."""
-    limit = CPU_BATCH if lists[0][0].is_cpu else DEVICE_BATCH
-    indices: list[int] = []
-    pieces: list[list[Tensor]] = [[] for _ in lists]
-    numel = 0
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        for slab in slabs(tensors, limit):
-            indices.append(index)
-            for column, piece in zip(pieces, slab, strict=True):
-                column.append(piece)
+# --- Sums, first by piece, then by tensor
+
+
+def sums_of(pieces: TensorList) -> list[Tensor]:
+    return [piece.sum(dtype=scalar_dtype(piece.device)) for piece in pieces]
+
+
+def sums_of_squares(grads: list[Tensor]) -> Tensor:
+    dtype = scalar_dtype(grads[0].device)
+    norms = [norm for batch in batches(grads) for norm in torch._foreach_norm(batch.lists[0], 2, dtype=dtype)]
+    return summed_by_tensor([norm.square() for norm in norms], grads)
+
+
+def summed_by_tensor(values: list[Tensor], tensors: list[Tensor]) -> Tensor:
+    """What `batches` gave for pieces, added up for each tensor."""
+    device = tensors[0].device
+    sums = torch.zeros(len(tensors), dtype=scalar_dtype(device), device=device)
+    if values:
+        limit = batch_limit(device)
+        indices = [index for index, tensor in enumerate(tensors) for _ in slabs((tensor,), limit)]
+        sums.index_add_(0, torch.tensor(indices).to(device, non_blocking=True), torch.stack(values))
+    return sums
+
+
+# --- Batches of pieces
+
+
+class Batch(NamedTuple):
+    group: int
+    indices: list[int]  # of the tensor that each piece belongs to
+    lists: list[list[Tensor]]
+
+
+def batch_limit(device: torch.device) -> int:
+    return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
+
+
+def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[Batch]:
+    """Parallel lists of tensors as parallel lists of pieces, those of one group at a time."""
+    limit = batch_limit(lists[0][0].device)
+    groups = groups or [0] * len(lists[0])
+    batch, numel = Batch(groups[0], [], [[] for _ in lists]), 0
+    for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
+        for slab in slabs(tuple(tensors), limit):
+            if batch.indices and (batch.group != group or numel >= limit):
+                yield batch
+                numel = 0
+            if numel == 0:
+                batch = Batch(group, [], [[] for _ in lists])
+            batch.indices.append(index)
+            for pieces, piece in zip(batch.lists, slab, strict=True):
+                pieces.append(piece)
             numel += slab[0].numel()
-            if numel >= limit:
-                yield indices, pieces
-                indices, pieces, numel = [], [[] for _ in lists], 0
-    if indices:
-        yield indices, pieces
+    if batch.indices:
+        yield batch
 
 
 def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
