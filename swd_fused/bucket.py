@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ class Bucket:
         self.backend = backend
         self.amsgrad = amsgrad
         self.positions = positions
+        is_complex = any(active.params[i].is_complex() for i in positions)
+        self._picks = is_complex or len(positions) < len(active.params)
         self._states = [active.states[i] for i in positions]
         self.params = [_as_real(active.params[i]) for i in positions]
         self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg"), self._moments("exp_avg_sq")
@@ -52,7 +54,7 @@ class Bucket:
         for state, view in zip(self._states, self._step_views, strict=True):
             state["step"] = view
         self.sums = backend.exp_avg_sq_sums(self.averaged)
-        self._versions = _versions(self.averaged)
+        self.note_versions()
         self.grads: list[Tensor] = []
         self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
         self._hyper: Hyper | None = None
@@ -64,19 +66,28 @@ class Bucket:
 
     def is_current(self) -> bool:
         """Whether the state still holds these very tensors and nobody else has written to the second moments."""
-        states = self._states
-        return (
-            all(map(is_, self._step_views, [state.get("step") for state in states]))
-            and all(map(is_, self.exp_avgs, [state.get("exp_avg") for state in states]))
-            and all(map(is_, self.exp_avg_sqs, [state.get("exp_avg_sq") for state in states]))
-            and all(map(is_, self.max_exp_avg_sqs, [state.get("max_exp_avg_sq") for state in states]))
-            and self._versions == _versions(self.averaged)
-        )
+        try:
+            return (
+                self._holds(self._step_views, "step")
+                and self._holds(self.exp_avgs, "exp_avg")
+                and self._holds(self.exp_avg_sqs, "exp_avg_sq")
+                and (not self.amsgrad or self._holds(self.max_exp_avg_sqs, "max_exp_avg_sq"))
+                and self._versions == _versions(self.averaged)
+            )
+        except KeyError:
+            return False
+
+    def _holds(self, tensors: list[Tensor], key: str) -> bool:
+        return all(map(is_, tensors, map(itemgetter(key), self._states)))
 
     def begin_step(self, grads: list[Tensor], param_groups: list[dict[str, Any]]) -> None:
-        self.grads = [_as_real(grads[i]) for i in self.positions]
+        self.grads = [_as_real(grads[i]) for i in self.positions] if self._picks else grads
         self.grad_sum = None
         self.set_hyper(param_groups)
+
+    def note_versions(self) -> None:
+        """To be called by whoever writes to the second moments in a way that torch counts."""
+        self._versions = _versions(self.averaged)
 
     def set_hyper(self, param_groups: list[dict[str, Any]]) -> None:
         if self._hyper is None or self._hyper.numbers != hyper_numbers(param_groups):
@@ -87,9 +98,6 @@ class Bucket:
     def hyper(self) -> Hyper:
         assert self._hyper is not None, "begin_step comes first"
         return self._hyper
-
-    def end_step(self) -> None:
-        self._versions = _versions(self.averaged)
 
     def _moments(self, key: str) -> list[Tensor]:
         return [_as_real(state[key]) for state in self._states]

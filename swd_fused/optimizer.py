@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import is_not
 from typing import Any, overload
 
 import torch
@@ -139,7 +141,7 @@ class FusedAdamS(Optimizer):
             check_group(group)
             params = group["params"]
             grads = [param.grad for param in params]
-            if any(grad is None for grad in grads):
+            if not all(map(is_not, grads, repeat(None))):
                 params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
             active.group_indices.extend([index] * len(params))
@@ -162,8 +164,6 @@ class FusedAdamS(Optimizer):
             bucket.begin_step(active.grads, self.param_groups)
         lagged = self.schedule == "lagged" and not first
         self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, self._before_update)
-        for bucket in buckets:
-            bucket.end_step()
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

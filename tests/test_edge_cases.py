@@ -123,7 +123,7 @@ def available_memory() -> int:
 @pytest.mark.skipif(available_memory() < 11 * 2**30, reason="needs 11 GB of memory: tensors beyond 2^31 elements")
 def test_beyond_2_31_elements() -> None:
     """Parameter and gradient are dense bfloat16, 4.3 GB each. Expanded moments take little memory: with betas of zero
-    they are functions of the gradient, which is the same everywhere, so it does not matter how often each is written."""
+    they are functions of the gradient, the same everywhere, so it does not matter how often each is written."""
     rows, columns = 2**20, 2049
     numel = rows * columns
     assert numel > 2**31

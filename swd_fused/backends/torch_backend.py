@@ -76,6 +76,7 @@ class TorchBackend:
             bucket.grad_sum = sums_of_squares(bucket.grads).sum()
         bucket.steps += 1
         bucket.sums = summed_by_tensor(sums, bucket.averaged)
+        bucket.note_versions()
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums = [total for batch in batches(exp_avg_sqs) for total in sums_of(batch.lists[0])]
