@@ -77,6 +77,8 @@ class Operand {
     return dense() && dtype_ == scalar_type_of<T> ? reinterpret_cast<T*>(data_) + begin : nullptr;
   }
 
+  bool is_double() const { return dtype_ == ScalarType::Double; }
+
   // `n` elements as an array of T: in place if they are one, else copied into `scratch`.
   template <typename T>
   T* read(T* scratch, int64_t begin, int64_t n) const {

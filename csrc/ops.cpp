@@ -15,6 +15,10 @@ STABLE_TORCH_LIBRARY(swd_fused, m) {
       "update_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
       "Tensor(e!) sums, Tensor(f!) steps, Tensor[] grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean, "
       "Tensor? clip) -> Tensor");
+  m.def(
+      "step_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
+      "Tensor(e!) sums, Tensor(f!) steps, Tensor[] grads, Tensor numels, Tensor groups, Tensor hyper, "
+      "float? max_grad_norm, bool lagged) -> Tensor");
   m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }
@@ -23,6 +27,7 @@ STABLE_TORCH_LIBRARY_IMPL(swd_fused, CPU, m) {
   m.impl("gradient_sums", TORCH_BOX(&swd::gradient_sums));
   m.impl("max_exp_avg_sq_sum", TORCH_BOX(&swd::max_exp_avg_sq_sum));
   m.impl("last_exp_avg_sq_sum", TORCH_BOX(&swd::last_exp_avg_sq_sum));
+  m.impl("step_", TORCH_BOX(&swd::step_));
   m.impl("exp_avg_sq_sums", TORCH_BOX(&swd::exp_avg_sq_sums));
   m.impl("update_", TORCH_BOX(&swd::update_));
   m.impl("advise_huge_pages", TORCH_BOX(&swd::advise_huge_pages));

@@ -102,8 +102,8 @@ struct AmsgradOperands {
   bool in_double;
 };
 
-template <typename T>
-double max_exp_avg_sq_chunk(const AmsgradOperands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
+template <typename T, typename Operands>
+double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
   T scratch[3][BLOCK];
   return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
     return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.max_exp_avg_sq.read(scratch[1], i, n),
@@ -139,6 +139,36 @@ UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>&
   });
 }
 
+// Pass 1 of amsgrad over operands that are ready: the sum of v^ after the step.
+template <typename Operands>
+double max_exp_avg_sq_hat_sum(const ChunkWalk& walk, const std::vector<Operands>& operands, const TensorScalars& of,
+                              double clip) {
+  const auto sums = walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+    const auto chunk = [&](auto type) {
+      using T = decltype(type);
+      return max_exp_avg_sq_chunk<T>(operands[t], scalars_of<T>(of.hyper(t), of.step(t), clip, 1), begin, end);
+    };
+    return operands[t].in_double ? chunk(double{}) : chunk(float{});
+  });
+  double total = 0;
+  for (size_t t = 0; t < operands.size(); ++t) total += sums[t] / bias_correction(of.hyper(t).beta2, of.step(t));
+  return total;
+}
+
+// What pass 1 makes of the sums of grad^2.
+struct GradientSums {
+  double grad = 0, carried = 0, fresh = 0;
+
+  GradientSums(const std::vector<double>& grad_sums, const double* sums, const TensorScalars& of) {
+    for (size_t t = 0; t < grad_sums.size(); ++t) {
+      const double beta2 = of.hyper(t).beta2, bias_correction2 = bias_correction(beta2, of.step(t));
+      grad += grad_sums[t];
+      carried += beta2 * sums[t] / bias_correction2;
+      fresh += (1 - beta2) * grad_sums[t] / bias_correction2;
+    }
+  }
+};
+
 // By tensor, for tensors that are only read, each by itself.
 template <typename F>
 std::vector<double> sums_of_each(const TensorList& tensors, const char* name, const F& chunk_sum) {
@@ -158,6 +188,89 @@ std::vector<double> sums_of_each(const TensorList& tensors, const char* name, co
   });
 }
 
+// Everything that pass 2 reads and writes, checked.
+class UpdateWalk {
+ public:
+  UpdateWalk(const TensorList& params, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+             const TensorList& max_exp_avg_sqs, const TensorList& grads)
+      : walk_(params.size()), amsgrad_(!max_exp_avg_sqs.empty()) {
+    const size_t tensors = params.size();
+    check_length(exp_avgs, tensors, "exp_avgs");
+    check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
+    if (amsgrad_) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
+    check_length(grads, tensors, "grads");
+    operands_.reserve(tensors);
+    for (size_t t = 0; t < tensors; ++t) {
+      const View param(params[t]), exp_avg(exp_avgs[t]), exp_avg_sq(exp_avg_sqs[t]), grad(grads[t]);
+      const View averaged = amsgrad_ ? View(max_exp_avg_sqs[t]) : exp_avg_sq;
+      check_dtype(param, "param");
+      check_like(exp_avg, param, "exp_avg");
+      check_like(exp_avg_sq, param, "exp_avg_sq");
+      check_like(averaged, param, "max_exp_avg_sq");
+      check_like(grad, param, "grad");
+      walk_.add_tensor(param.numel());
+      numel_ += param.numel();
+      const WalkOrder order(averaged);
+      operands_.push_back({Operand(param, order), Operand(exp_avg, order), Operand(exp_avg_sq, order),
+                           Operand(averaged, order), Operand(grad, order), computes_in_double(averaged)});
+    }
+  }
+
+  bool amsgrad() const { return amsgrad_; }
+  int64_t numel() const { return numel_; }
+
+  std::vector<double> gradient_sums() const {
+    return walk_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+      const Operand& grad = operands_[t].grad;
+      return grad.is_double() ? gradient_chunk<double>(grad, begin, end) : gradient_chunk<float>(grad, begin, end);
+    });
+  }
+
+  double max_exp_avg_sq_hat_sum(const TensorScalars& of, double clip) const {
+    return swd::max_exp_avg_sq_hat_sum(walk_, operands_, of, clip);
+  }
+
+  // Advances `sums` and `steps` too. Returns the sum of grad^2.
+  double update(double* sums, float* steps, const TensorScalars& of, double exp_avg_sq_mean, double clip) const {
+    const auto results =
+        walk_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
+          const Hyper& hyper = of.hyper(t);
+          const auto chunk = [&](auto type) {
+            using T = decltype(type);
+            const auto scalars = scalars_of<T>(hyper, of.step(t), clip, decay_factor(exp_avg_sq_mean, hyper));
+            return update_chunk<T>(operands_[t], amsgrad_, scalars, begin, end);
+          };
+          return operands_[t].in_double ? chunk(double{}) : chunk(float{});
+        });
+    double grad_sum = 0;
+    for (size_t t = 0; t < results.size(); ++t) {
+      sums[t] = results[t].averaged;
+      steps[t] += 1;
+      grad_sum += results[t].grad;
+    }
+    return grad_sum;
+  }
+
+ private:
+  ChunkWalk walk_;
+  bool amsgrad_;
+  int64_t numel_ = 0;
+  std::vector<UpdateOperands> operands_;
+};
+
+// Over the tensors that have taken a step: the sum of v^ as the step before left it, and its count.
+struct LastSums {
+  double total = 0, count = 0;
+
+  LastSums(const double* sums, const int64_t* numels, size_t tensors, const TensorScalars& of) {
+    for (size_t t = 0; t < tensors; ++t) {
+      if (of.steps_before(t) == 0) continue;
+      total += sums[t] / bias_correction(of.hyper(t).beta2, of.steps_before(t));
+      count += static_cast<double>(numels[t]);
+    }
+  }
+};
+
 }  // namespace
 
 Tensor gradient_sums(TensorList grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper) {
@@ -166,14 +279,8 @@ Tensor gradient_sums(TensorList grads, Tensor sums, Tensor steps, Tensor groups,
   const auto grad_sums = sums_of_each(grads, "grad", [](auto type, const Operand& grad, int64_t begin, int64_t end) {
     return gradient_chunk<decltype(type)>(grad, begin, end);
   });
-  double total = 0, carried = 0, fresh = 0;
-  for (size_t t = 0; t < grads.size(); ++t) {
-    const double beta2 = of.hyper(t).beta2, bias_correction2 = bias_correction(beta2, of.step(t));
-    total += grad_sums[t];
-    carried += beta2 * before[t] / bias_correction2;
-    fresh += (1 - beta2) * grad_sums[t] / bias_correction2;
-  }
-  return as_tensor({total, carried, fresh});
+  const GradientSums result(grad_sums, before, of);
+  return as_tensor({result.grad, result.carried, result.fresh});
 }
 
 Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList grads, Tensor steps,
@@ -196,81 +303,50 @@ Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Te
     operands.push_back({Operand(exp_avg_sq, order), Operand(max_exp_avg_sq, order), Operand(grad, order),
                         computes_in_double(max_exp_avg_sq)});
   }
-  const auto sums = walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
-    const auto chunk = [&](auto type) {
-      using T = decltype(type);
-      return max_exp_avg_sq_chunk<T>(operands[t], scalars_of<T>(of.hyper(t), of.step(t), clip_factor, 1), begin, end);
-    };
-    return operands[t].in_double ? chunk(double{}) : chunk(float{});
-  });
-  double total = 0;
-  for (size_t t = 0; t < tensors; ++t) total += sums[t] / bias_correction(of.hyper(t).beta2, of.step(t));
-  return as_tensor({total});
+  return as_tensor({max_exp_avg_sq_hat_sum(walk, operands, of, clip_factor)});
 }
 
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
   const size_t tensors = static_cast<size_t>(sums.numel());
-  const TensorScalars of(tensors, steps, groups, hyper);
-  const double* before = values<double>(sums, ScalarType::Double, tensors, "sums");
-  const int64_t* counts = values<int64_t>(numels, ScalarType::Long, tensors, "numels");
-  double total = 0, count = 0;
-  for (size_t t = 0; t < tensors; ++t) {
-    if (of.steps_before(t) == 0) continue;
-    total += before[t] / bias_correction(of.hyper(t).beta2, of.steps_before(t));
-    count += static_cast<double>(counts[t]);
-  }
-  return as_tensor({total, count});
+  const LastSums last(values<double>(sums, ScalarType::Double, tensors, "sums"),
+                      values<int64_t>(numels, ScalarType::Long, tensors, "numels"), tensors,
+                      TensorScalars(tensors, steps, groups, hyper));
+  return as_tensor({last.total, last.count});
 }
 
 Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
                Tensor steps, TensorList grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean,
                std::optional<Tensor> clip) {
-  const size_t tensors = params.size();
-  const bool amsgrad = !max_exp_avg_sqs.empty();
-  check_length(exp_avgs, tensors, "exp_avgs");
-  check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
-  if (amsgrad) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
-  check_length(grads, tensors, "grads");
-  const TensorScalars of(tensors, steps, groups, hyper);
-  double* next_sums = values<double>(sums, ScalarType::Double, tensors, "sums");
+  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, grads);
+  const TensorScalars of(params.size(), steps, groups, hyper);
+  double* next_sums = values<double>(sums, ScalarType::Double, params.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
   const double clip_factor = clip ? *values<double>(*clip, ScalarType::Double, 1, "clip") : 1;
+  return as_tensor({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), of, mean, clip_factor)});
+}
 
-  ChunkWalk walk(tensors);
-  std::vector<UpdateOperands> operands;
-  operands.reserve(tensors);
-  for (size_t t = 0; t < tensors; ++t) {
-    const View param(params[t]), exp_avg(exp_avgs[t]), exp_avg_sq(exp_avg_sqs[t]), grad(grads[t]);
-    const View averaged = amsgrad ? View(max_exp_avg_sqs[t]) : exp_avg_sq;
-    check_dtype(param, "param");
-    check_like(exp_avg, param, "exp_avg");
-    check_like(exp_avg_sq, param, "exp_avg_sq");
-    check_like(averaged, param, "max_exp_avg_sq");
-    check_like(grad, param, "grad");
-    walk.add_tensor(param.numel());
-    const WalkOrder order(averaged);
-    operands.push_back({Operand(param, order), Operand(exp_avg, order), Operand(exp_avg_sq, order),
-                        Operand(averaged, order), Operand(grad, order), computes_in_double(averaged)});
+Tensor step_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
+             Tensor steps, TensorList grads, Tensor numels, Tensor groups, Tensor hyper,
+             std::optional<double> max_grad_norm, bool lagged) {
+  const size_t tensors = params.size();
+  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, grads);
+  const TensorScalars of(tensors, steps, groups, hyper);
+  double* sums_ = values<double>(sums, ScalarType::Double, tensors, "sums");
+  const int64_t* counts = values<int64_t>(numels, ScalarType::Long, tensors, "numels");
+  double clip = 1, exp_avg_sq_mean = 0, grad_sum = 0;
+  if (lagged) {
+    const LastSums last(sums_, counts, tensors, of);
+    exp_avg_sq_mean = last.total / std::max(1.0, last.count);
+  } else {
+    const GradientSums pass1(walk.gradient_sums(), sums_, of);
+    if (max_grad_norm) clip = clip_factor(pass1.grad, *max_grad_norm);
+    grad_sum = pass1.grad;
+    const double hat_sum =
+        walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, clip) : pass1.carried + clip * clip * pass1.fresh;
+    exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, walk.numel()));
   }
-
-  const auto results = walk.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
-    const Hyper& own = of.hyper(t);
-    const auto chunk = [&](auto type) {
-      using T = decltype(type);
-      const auto scalars = scalars_of<T>(own, of.step(t), clip_factor, decay_factor(mean, own));
-      return update_chunk<T>(operands[t], amsgrad, scalars, begin, end);
-    };
-    return operands[t].in_double ? chunk(double{}) : chunk(float{});
-  });
-
-  float* counters = static_cast<float*>(steps.data_ptr());
-  double grad_sum = 0;
-  for (size_t t = 0; t < tensors; ++t) {
-    next_sums[t] = results[t].averaged;
-    counters[t] += 1;
-    grad_sum += results[t].grad;
-  }
-  return as_tensor({grad_sum});
+  const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, exp_avg_sq_mean, clip);
+  return as_tensor({exp_avg_sq_mean, std::sqrt(lagged ? updated : grad_sum)});
 }
 
 Tensor exp_avg_sq_sums(TensorList exp_avg_sqs) {

@@ -33,6 +33,12 @@ Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
                Tensor steps, TensorList grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean,
                std::optional<Tensor> clip);
 
+// Both passes and the number between them, where these tensors are all there are. Returns exp_avg_sq_mean and the
+// gradients' norm.
+Tensor step_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
+             Tensor steps, TensorList grads, Tensor numels, Tensor groups, Tensor hyper,
+             std::optional<double> max_grad_norm, bool lagged);
+
 // By tensor, the `sums` that `update_` leaves, bit for bit, from what is stored.
 Tensor exp_avg_sq_sums(TensorList exp_avg_sqs);
 

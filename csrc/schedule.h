@@ -22,6 +22,12 @@ inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {
   return 1 - std::min(hyper.lr * hyper.weight_decay / (std::sqrt(exp_avg_sq_mean) + hyper.eps), hyper.max_decay);
 }
 
+// As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Written so that a NaN norm gives NaN.
+inline double clip_factor(double grad_sum, double max_grad_norm) {
+  const double factor = max_grad_norm / (std::sqrt(grad_sum) + 1e-6);
+  return factor > 1 ? 1 : factor;
+}
+
 template <typename T>
 Scalars<T> scalars_of(const Hyper& hyper, double step, double clip, double decay_factor) {
   return {static_cast<T>(hyper.sign * clip),

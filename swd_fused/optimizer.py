@@ -163,7 +163,9 @@ class FusedAdamS(Optimizer):
         for bucket in buckets:
             bucket.begin_step(active.grads, self.param_groups)
         lagged = self.schedule == "lagged" and not first
-        self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, self._before_update)
+        before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
+        self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, before_update)
+        self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
@@ -182,12 +184,6 @@ class FusedAdamS(Optimizer):
             backend, _ = self._backend_of(param)
             positions[backend, param.device, amsgrads[index]].append(position)
         return [Bucket(backend, amsgrad, where, active) for (backend, _, amsgrad), where in positions.items()]
-
-    def _before_update(self, exp_avg_sq_mean: Tensor) -> None:
-        if self._adamw_weight_decay is not None:
-            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
-            self._adamw_weight_decay = None
-        self._decay_warning.watch(exp_avg_sq_mean, self.param_groups)
 
     # --- Weight decay, for people who think in AdamW's
 
@@ -211,6 +207,11 @@ class FusedAdamS(Optimizer):
         self._adamw_weight_decay = weight_decay
         if self.exp_avg_sq_mean > 0:
             self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
+
+    def _match_adamw_now(self, exp_avg_sq_mean: Tensor) -> None:
+        assert self._adamw_weight_decay is not None
+        self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
+        self._adamw_weight_decay = None
 
     def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
         rms = float(exp_avg_sq_mean.sqrt())

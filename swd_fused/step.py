@@ -12,12 +12,20 @@ from swd_fused.bucket import Bucket
 
 
 def take_step(
-    buckets: list[Bucket], max_grad_norm: float | None, lagged: bool, before_update: Callable[[Tensor], None]
+    buckets: list[Bucket],
+    max_grad_norm: float | None,
+    lagged: bool,
+    before_update: Callable[[Tensor], None] | None,
 ) -> tuple[Tensor, Tensor]:
     """All buckets meet in one number, exp_avg_sq_mean, which is returned with grad_norm.
 
     `before_update(exp_avg_sq_mean)` may still change the weight decay.
     """
+    if len(buckets) == 1 and before_update is None:
+        result = buckets[0].backend.step(buckets[0], max_grad_norm, lagged)
+        if result is not None:
+            return result
+
     home = buckets[0].device
     clip = None
     if lagged:
@@ -34,7 +42,8 @@ def take_step(
         ]
         exp_avg_sq_mean = _total(hat_sums, home) / max(1, sum(bucket.numel for bucket in buckets))
 
-    before_update(exp_avg_sq_mean)
+    if before_update is not None:
+        before_update(exp_avg_sq_mean)
     for bucket in buckets:
         bucket.backend.update(bucket, _at(exp_avg_sq_mean, bucket), None if clip is None else _at(clip, bucket))
     return exp_avg_sq_mean, _grad_norm(buckets, home) if lagged else grad_norm

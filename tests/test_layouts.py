@@ -102,8 +102,9 @@ def test_parameter_and_gradient_in_different_dtypes(
             param.grad = grad.to(own_dtype)
             optimizer.step()
         results.append(param)
-    # The schedule comes from sums in the gradient's precision: 1e-7 of a shrink of 5e-7 in each step.
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=STEPS * 1e-13)
+    # The schedule comes from sums in float32, good to 1e-6: half of that, in each step, of a shrink of 5e-7 of weights
+    # of up to 4. Other dtypes than float64 cannot show it.
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=STEPS * 1e-12)
 
 
 def test_mixed_dtypes_in_one_group(backend: str) -> None:

@@ -43,6 +43,8 @@ CALLS = [
     ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
     ("update_", lambda: update_args(torch.float32, False, None)),
     ("update_", lambda: update_args(torch.float16, True, CLIP)),
+    ("step_", lambda: (*update_args(torch.bfloat16, True, None)[:7], torch.arange(4), GROUPS, hyper(), 1.0, False)),
+    ("step_", lambda: (*update_args(torch.float32, False, None)[:7], torch.arange(4), GROUPS, hyper(), None, True)),
     ("exp_avg_sq_sums", lambda: (tensors(),)),
     ("advise_huge_pages", lambda: (torch.empty(1000),)),
 ]

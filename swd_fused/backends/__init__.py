@@ -41,6 +41,9 @@ class Backend(Protocol):
     def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
         """Pass 2: advances parameters, moments, `bucket.steps` and `bucket.sums`."""
 
+    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool) -> tuple[Tensor, Tensor] | None:
+        """Both passes as one, for a bucket that is alone: exp_avg_sq_mean and grad_norm. None if there is no such."""
+
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """By tensor, the `sums` that `update` leaves, bit for bit, from what is stored."""
 

@@ -50,6 +50,13 @@ class CpuBackend:
         if bucket.grad_sum is None:
             bucket.grad_sum = grad_sum[0]
 
+    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool) -> tuple[Tensor, Tensor]:
+        written = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.sums, bucket.steps
+        read = bucket.grads, bucket.numels, bucket.groups, bucket.hyper.table
+        exp_avg_sq_mean, grad_norm = _checked(bucket, ops.step_, *written, *read, max_grad_norm, lagged).unbind()
+        torch.autograd.graph.increment_version(bucket.params)
+        return exp_avg_sq_mean, grad_norm
+
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
         return sums
@@ -73,8 +80,9 @@ def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor
 
 def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
     def fake(*args: Any) -> Tensor:
-        tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, list) else [arg])]
-        where = next((tensor for tensor in tensors if tensor is not None and tensor.is_meta), tensors[0])
+        tensors = [value for arg in args for value in (arg if isinstance(arg, list) else [arg])]
+        tensors = [value for value in tensors if isinstance(value, Tensor)]
+        where = next((tensor for tensor in tensors if tensor.is_meta), tensors[0])
         result: Tensor = where.new_empty(len(args[0]) if numbers is None else numbers, dtype=torch.float64)
         return result
 
@@ -85,5 +93,6 @@ torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums(3))
 torch.library.register_fake("swd_fused::max_exp_avg_sq_sum")(_fake_sums(1))
 torch.library.register_fake("swd_fused::last_exp_avg_sq_sum")(_fake_sums(2))
 torch.library.register_fake("swd_fused::update_")(_fake_sums(1))
+torch.library.register_fake("swd_fused::step_")(_fake_sums(2))
 torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums())
 torch.library.register_fake("swd_fused::advise_huge_pages")(lambda tensor: None)

@@ -37,15 +37,15 @@ class TorchBackend:
         return torch.stack([carried, fresh]).sum(1)
 
     def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
-        sums = []
+        sums = SumsByTensor(bucket.averaged)
         for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, groups=bucket.group_indices):
             exp_avg_sqs, max_exp_avg_sqs, raw_grads = batch.lists
             _, _, beta2, _, _, _, sign = bucket.hyper.numbers[batch.group]
             grads = scaled(raw_grads, exp_avg_sqs, sign, clip)
             next_exp_avg_sqs = torch._foreach_mul(exp_avg_sqs, beta2)
             torch._foreach_addcmul_(next_exp_avg_sqs, grads, grads, value=1 - beta2)
-            sums += sums_of(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs))
-        return (summed_by_tensor(sums, bucket.averaged) / bias_corrections(bucket)[1]).sum()
+            sums.add(batch, sums_of(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs)))
+        return (sums.total() / bias_corrections(bucket)[1]).sum()
 
     def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
         stepped = bucket.steps > 0
@@ -54,33 +54,38 @@ class TorchBackend:
         return torch.stack([hat_sums, (stepped * bucket.numels).to(hat_sums.dtype)]).sum(1)
 
     def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
-        check_grads(bucket.params, bucket.grads)
-        decay_factor = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
+        if bucket.grad_sum is None:
+            check_grads(bucket.params, bucket.grads)
+            bucket.grad_sum = sums_of_squares(bucket.grads).sum()
+        decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
         bias_correction1, bias_correction2 = bias_corrections(bucket)
-        step_sizes = (by_tensor(bucket, bucket.hyper.lr) / bias_correction1).unbind()
+        step_sizes = (by_tensor(bucket, bucket.hyper.lr) / bias_correction1).neg().unbind()
         denom_scales = bias_correction2.rsqrt().unbind()
-        lists = [bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads]
-        sums = []
+        lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads
+        sums = SumsByTensor(bucket.averaged)
         for batch in batches(*lists, groups=bucket.group_indices):
             update_(
                 batch.lists,
                 bucket.hyper.numbers[batch.group],
                 [denom_scales[i] for i in batch.indices],
                 [step_sizes[i] for i in batch.indices],
-                decay_factor[batch.group],
+                decay_factors[batch.group],
                 clip,
                 bucket.amsgrad,
             )
-            sums += sums_of(batch.lists[3])
-        if bucket.grad_sum is None:
-            bucket.grad_sum = sums_of_squares(bucket.grads).sum()
+            sums.add(batch, sums_of(batch.lists[3]))
         bucket.steps += 1
-        bucket.sums = summed_by_tensor(sums, bucket.averaged)
+        bucket.sums = sums.total()
         bucket.note_versions()
 
+    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool) -> None:
+        return None
+
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        sums = [total for batch in batches(exp_avg_sqs) for total in sums_of(batch.lists[0])]
-        return summed_by_tensor(sums, exp_avg_sqs)
+        sums = SumsByTensor(exp_avg_sqs)
+        for batch in batches(exp_avg_sqs):
+            sums.add(batch, sums_of(batch.lists[0]))
+        return sums.total()
 
 
 def update_(
@@ -94,8 +99,9 @@ def update_(
 ) -> None:
     """The definition, for lists of tensors of one group.
 
-    `averaged` is max_exp_avg_sqs with amsgrad and exp_avg_sqs itself without. Everything is computed in the second
-    moment's dtype and rounded to the parameter's once.
+    `averaged` is max_exp_avg_sqs with amsgrad and exp_avg_sqs itself without; `denom_scales` are 1 / sqrt(1 - b2^t),
+    `step_sizes` -lr / (1 - b1^t). Everything is computed in the second moment's dtype and rounded to the parameter's
+    once.
     """
     params, exp_avgs, exp_avg_sqs, averaged, raw_grads = lists
     _, beta1, beta2, eps, _, _, sign = hyper
@@ -109,11 +115,9 @@ def update_(
     denoms = torch._foreach_sqrt(averaged)
     torch._foreach_mul_(denoms, denom_scales)
     torch._foreach_add_(denoms, eps)
-    updates = torch._foreach_div(exp_avgs, denoms)
-    torch._foreach_mul_(updates, step_sizes)
     results = widened(params, exp_avg_sqs)
-    torch._foreach_mul_(results, decay_factor)
-    torch._foreach_sub_(results, updates)
+    torch._foreach_mul_(results, [decay_factor] * len(results))
+    torch._foreach_addcmul_(results, torch._foreach_div(exp_avgs, denoms), step_sizes)
     torch._foreach_copy_(params, results)
 
 
@@ -124,7 +128,7 @@ def widened(tensors: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
 def scaled(grads: list[Tensor], moments: list[Tensor], sign: float, clip: Tensor | None) -> TensorList:
     wide: TensorList = widened(grads, moments)
     if clip is not None:
-        wide = torch._foreach_mul(wide, clip * sign)
+        wide = torch._foreach_mul(wide, [clip * sign] * len(wide))
     elif sign < 0:
         wide = torch._foreach_neg(wide)
     return wide
@@ -143,25 +147,39 @@ def bias_corrections(bucket: Bucket) -> tuple[Tensor, Tensor]:
 # --- Sums, first by piece, then by tensor
 
 
+class SumsByTensor:
+    """Values for pieces, as `batches` makes them, added up for each tensor in float64."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._indices: list[int] = []
+        self._values: list[Tensor] = []
+
+    def add(self, batch: Batch, values: TensorList) -> None:
+        self._indices += batch.indices
+        self._values += values
+
+    def total(self) -> Tensor:
+        device = self._tensors[0].device
+        total = torch.zeros(len(self._tensors), dtype=scalar_dtype(device), device=device)
+        if self._values:
+            indices = torch.tensor(self._indices).to(device, non_blocking=True)
+            total.index_add_(0, indices, torch.stack(self._values).to(total.dtype))
+        return total
+
+
 def sums_of(pieces: TensorList) -> list[Tensor]:
-    return [piece.sum(dtype=scalar_dtype(piece.device)) for piece in pieces]
+    """In their own dtype, in which torch adds pairwise: in float64 from the start it took four times as long."""
+    return [piece.sum() for piece in pieces]
 
 
 def sums_of_squares(grads: list[Tensor]) -> Tensor:
-    dtype = scalar_dtype(grads[0].device)
-    norms = [norm for batch in batches(grads) for norm in torch._foreach_norm(batch.lists[0], 2, dtype=dtype)]
-    return summed_by_tensor([norm.square() for norm in norms], grads)
-
-
-def summed_by_tensor(values: list[Tensor], tensors: list[Tensor]) -> Tensor:
-    """What `batches` gave for pieces, added up for each tensor."""
-    device = tensors[0].device
-    sums = torch.zeros(len(tensors), dtype=scalar_dtype(device), device=device)
-    if values:
-        limit = batch_limit(device)
-        indices = [index for index, tensor in enumerate(tensors) for _ in slabs((tensor,), limit)]
-        sums.index_add_(0, torch.tensor(indices).to(device, non_blocking=True), torch.stack(values))
-    return sums
+    sums = SumsByTensor(grads)
+    for batch in batches(grads):
+        wide = [piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in batch.lists[0]]
+        norms = torch._foreach_norm(wide, 2)
+        sums.add(batch, torch._foreach_mul(norms, norms))
+    return sums.total()
 
 
 # --- Batches of pieces
@@ -173,13 +191,9 @@ class Batch(NamedTuple):
     lists: list[list[Tensor]]
 
 
-def batch_limit(device: torch.device) -> int:
-    return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
-
-
 def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[Batch]:
     """Parallel lists of tensors as parallel lists of pieces, those of one group at a time."""
-    limit = batch_limit(lists[0][0].device)
+    limit = CPU_BATCH if lists[0][0].is_cpu else DEVICE_BATCH
     groups = groups or [0] * len(lists[0])
     batch, numel = Batch(groups[0], [], [[] for _ in lists]), 0
     for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
