@@ -4,7 +4,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
-#include <cstring>
+#include <type_traits>
 
 // Plain loops, vectorised by the compiler for each of these instruction sets. Older compilers and other
 // machines get one version, for the architecture that they were asked for.
@@ -19,17 +19,20 @@ namespace {
 
 // --- 16-bit storage. torch's own conversions, which are branch-free integer arithmetic and so vectorise.
 
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
 SWD_INLINE float widen(float x) { return x; }
 SWD_INLINE double widen(double x) { return x; }
-SWD_INLINE float widen(BFloat16Bits x) { return torch::headeronly::detail::f32_from_bits(x.bits); }
-SWD_INLINE float widen(Float16Bits x) { return torch::headeronly::detail::fp16_ieee_to_fp32_value(x.bits); }
+SWD_INLINE float widen(BFloat16Bits x) { return static_cast<float>(BFloat16(x.bits, BFloat16::from_bits())); }
+SWD_INLINE float widen(Float16Bits x) { return static_cast<float>(Half(x.bits, Half::from_bits())); }
 
 template <typename To, typename T>
 SWD_INLINE To narrow(T x) {
   if constexpr (std::is_same_v<To, BFloat16Bits>) {
-    return {torch::headeronly::detail::round_to_nearest_even(static_cast<float>(x))};
+    return {BFloat16(static_cast<float>(x)).x};
   } else if constexpr (std::is_same_v<To, Float16Bits>) {
-    return {torch::headeronly::detail::fp16_ieee_from_fp32_value(static_cast<float>(x))};
+    return {Half(static_cast<float>(x)).x};
   } else {
     return static_cast<To>(x);
   }

@@ -8,7 +8,8 @@
 
 namespace swd {
 
-// Elements that are processed at once. Five blocks of doubles, the most that an update copies, are 40 KB.
+// Elements that are processed at once. With 1024 the calls and the folding of sums took 4% of an update. Five blocks of
+// doubles, the most that an update copies, are 160 KB of stack.
 constexpr int64_t BLOCK = 4096;
 
 struct BFloat16Bits {

@@ -61,6 +61,11 @@ def check_param(param: Tensor) -> None:
             f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a "
             "floating-point or complex one. Leave it out of the parameter list, or convert it."
         )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise ValueError(
+            f"FusedAdamS got a parameter of shape {tuple(param.shape)} and strides {param.stride()}, wanted one whose "
+            "elements have memory of their own. Make the parameter from tensor.contiguous(), or train what it expands."
+        )
 
 
 def check_adamw_weight_decay(weight_decay: float) -> None:

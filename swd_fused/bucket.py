@@ -85,6 +85,10 @@ class Bucket:
         self.grad_sum = None
         self.set_hyper(param_groups)
 
+    def end_step(self) -> None:
+        """Lets go of the gradients: between steps they are the user's to free."""
+        self.grads = []
+
     def note_versions(self) -> None:
         """To be called by whoever writes to the second moments in a way that torch counts."""
         self._versions = _versions(self.averaged)
@@ -108,7 +112,7 @@ class Arrangement:
 
     def __init__(self, active: Active, amsgrads: list[bool], buckets: list[Bucket]) -> None:
         self.buckets = buckets
-        self._active = active
+        self._active = active._replace(grads=[])
         self._amsgrads = amsgrads
 
     def serves(self, active: Active, amsgrads: list[bool]) -> bool:

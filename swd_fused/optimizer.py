@@ -35,7 +35,6 @@ ATTRIBUTES = (
     "exp_avg_sq_mean",
     "grad_norm",
     "_adamw_weight_decay",
-    "_decay_warning",
 )
 
 
@@ -160,11 +159,15 @@ class FusedAdamS(Optimizer):
             active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
             self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
         buckets = self._arrangement.buckets
-        for bucket in buckets:
-            bucket.begin_step(active.grads, self.param_groups)
         lagged = self.schedule == "lagged" and not first
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
-        self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, before_update)
+        try:
+            for bucket in buckets:
+                bucket.begin_step(active.grads, self.param_groups)
+            self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, before_update)
+        finally:
+            for bucket in buckets:
+                bucket.end_step()
         self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
@@ -267,6 +270,7 @@ class FusedAdamS(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._arrangement = None
+        self._decay_warning = DecayWarning()
 
     def _forget(self) -> None:
         """What only a step can tell."""

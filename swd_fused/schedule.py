@@ -32,10 +32,10 @@ class Hyper:
 
 
 def hyper_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-    """The table's rows on the host; `sign` is -1 where a group maximizes, and a tensor `lr` is left for later."""
+    """The table's rows on the host. A `sign` of -1 maximizes; an `lr` of -1 stands for a tensor, not read here."""
     return [
         (
-            0.0 if isinstance(group["lr"], Tensor) else group["lr"],
+            -1.0 if isinstance(group["lr"], Tensor) else group["lr"],
             *group["betas"],
             group["eps"],
             group["weight_decay"],

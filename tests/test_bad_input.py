@@ -135,6 +135,12 @@ def test_integer_parameters() -> None:
         FusedAdamS([integers])
 
 
+def test_expanded_parameters() -> None:
+    expanded = torch.nn.Parameter(torch.ones(3, 1).expand(3, 4))
+    with pytest.raises(ValueError, match=r"strides \(1, 0\), wanted one whose elements have memory of their own"):
+        FusedAdamS([expanded])
+
+
 def test_a_backend_that_does_not_serve() -> None:
     param = torch.nn.Parameter(torch.ones(3, device="meta"))
     with pytest.raises(RuntimeError, match=r'backend="cpu" cannot serve torch.float32 parameters on meta'):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -132,6 +133,37 @@ def test_data_may_be_replaced_between_steps(backend: str) -> None:
     for step_grads in grads:
         run(params, [step_grads], optimizer)
         params[0].data = params[0].data.clone()
+    assert torch.equal(params[0], twins[0])
+
+
+def test_gradients_are_not_kept_alive(backend: str) -> None:
+    params = random_params([(30,), (40,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    for step_grads in random_grads([(30,), (40,)], 2):
+        run(params, [step_grads], optimizer)
+        gradients = [weakref.ref(param.grad) for param in params]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None, None]
+
+
+def test_lr_may_change_between_number_and_tensor(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamS([param], lr=torch.tensor(0.1), backend=backend)
+    run([param], [[torch.ones(5)]], optimizer)
+    before = param.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    run([param], [[torch.ones(5)]], optimizer)
+    assert torch.equal(param, before)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    run([param], [[torch.ones(5)]], optimizer)
+    assert not torch.equal(param, before)
+
+
+def test_whole_numbers_are_numbers(backend: str) -> None:
+    params, grads = random_params([(30,)]), random_grads([(30,)], 3)
+    twins = [copy.deepcopy(param) for param in params]
+    run(params, grads, FusedAdamS(params, lr=1, weight_decay=0, max_grad_norm=1, max_decay=1, backend=backend))
+    run(twins, grads, FusedAdamS(twins, lr=1.0, weight_decay=0.0, max_grad_norm=1.0, max_decay=1.0, backend=backend))
     assert torch.equal(params[0], twins[0])
 
 
