@@ -19,6 +19,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.training_step
 
 clean:
 	rm -rf $(VENV) build *.egg-info swd_fused/*.so
