@@ -1,23 +1,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 .PHONY: demo test lint bench clean
 
-demo: $(STAMP)
+demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
 
 test: lint
 	$(BIN)/python -m pytest
 
-lint: $(STAMP)
+lint: $(VENV)/.with-demo,bench,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
-bench: $(STAMP)
+bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.training_step
 
@@ -26,8 +26,12 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by itself: the build needs its headers, and an open range would take gigabytes of CUDA packages.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel torch numpy
-	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[demo,bench,test]"
+	$(BIN)/pip install --quiet --upgrade -c constraints.txt setuptools wheel torch numpy
+	touch $@
+
+# The package, built in place, with these extras.
+$(VENV)/.with-%: $(VENV)/.torch $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[$*]"
 	touch $@

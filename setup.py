@@ -36,6 +36,7 @@ def extension(torch: str) -> Extension:
         extra_compile_args=[
             "-std=c++20",
             "-O3",
+            "-g0",
             "-fvisibility=hidden",
             # Together they let the compiler vectorise square roots and selections, and fuse multiply with add.
             "-fno-math-errno",
