@@ -17,6 +17,8 @@ void check_dtype(const View& view, const char* name) {
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::BFloat16 ||
                       dtype == ScalarType::Half,
                   "swd_fused: ", name, " must be float32, float64, bfloat16 or float16");
+  STD_TORCH_CHECK(view.data != nullptr || view.numel() == 0, "swd_fused: ", name,
+                  " has elements, but its memory was freed");
 }
 
 void check_like(const View& view, const View& like, const char* name) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from swd_fused import backends
 
 SCHEDULES = ("exact", "lagged")
+
+# Schedulers that end at zero miss it by a rounding: LinearLR gives -1.9e-20. Taken as zero.
+LR_ROUNDING = 1e-12
 
 
 def check_options(max_grad_norm: float | None, schedule: str, backend: str) -> None:
@@ -36,7 +40,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         if name == "lr" and isinstance(value, Tensor):
             if value.numel() != 1 or not value.is_floating_point():
                 raise ValueError(_message(name, value, "a number, or a floating-point tensor with one element"))
-        elif not (_is_number(value) and 0 <= value < math.inf):
+        elif not (_is_number(value) and (0 if name != "lr" else -LR_ROUNDING) <= value < math.inf):
             raise ValueError(_message(name, value, "a finite number >= 0"))
     betas = group["betas"]
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
@@ -60,6 +64,11 @@ def check_param(param: Tensor) -> None:
         raise ValueError(
             f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a "
             "floating-point or complex one. Leave it out of the parameter list, or convert it."
+        )
+    if param.is_conj() or param.is_neg():
+        raise ValueError(
+            f"FusedAdamS got a parameter of shape {tuple(param.shape)} that is a lazily conjugated or negated view, "
+            "wanted one with values of its own. Make the parameter from tensor.resolve_conj().resolve_neg()."
         )
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         raise ValueError(
@@ -89,8 +98,19 @@ def check_grads(params: list[Tensor], grads: list[Tensor]) -> None:
         )
 
 
+def check_state(params: list[Tensor], moments: list[list[Tensor]]) -> None:
+    for tensors in moments:
+        for param, tensor in zip(params, tensors, strict=True):
+            if tensor.shape != param.shape or tensor.device != param.device:
+                raise RuntimeError(
+                    f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now "
+                    f"has shape {tuple(param.shape)} on {param.device}, wanted both alike. After replacing a parameter "
+                    "by another one delete its state: del optimizer.state[param]."
+                )
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _message(name: str, got: object, wanted: str, advice: str = "") -> str:

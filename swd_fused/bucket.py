@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.arguments import check_grads, check_state
 from swd_fused.schedule import Hyper, hyper_numbers
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ class Bucket:
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
         self.device = self.params[0].device
         self.group_indices = [active.group_indices[i] for i in positions]
-        self.groups = torch.tensor(self.group_indices).to(self.device, non_blocking=True)
+        self.groups = torch.tensor(self.group_indices, device="cpu").to(self.device, non_blocking=True)
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
-        self.numels = torch.tensor(numels).to(self.device, non_blocking=True)
+        self.numels = torch.tensor(numels, device="cpu").to(self.device, non_blocking=True)
         self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
         self._step_views = list(self.steps.unbind())
         for state, view in zip(self._states, self._step_views, strict=True):
@@ -84,6 +85,11 @@ class Bucket:
         self.grads = [_as_real(grads[i]) for i in self.positions] if self._picks else grads
         self.grad_sum = None
         self.set_hyper(param_groups)
+
+    def check(self) -> None:
+        """That every tensor fits its parameter, before any is written to."""
+        check_grads(self.params, self.grads)
+        check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *([self.max_exp_avg_sqs] if self.amsgrad else [])])
 
     def end_step(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""

@@ -43,8 +43,10 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
         )
     params = chain.from_iterable(group["params"] for group in groups)
     keys = chain.from_iterable(group["params"] for group in saved_groups)
-    by_param = {param: saved_state[key] for param, key in zip(params, keys, strict=True) if saved_state.get(key)}
+    by_param = {param: saved_state.get(key, {}) for param, key in zip(params, keys, strict=True)}
     for position, (param, state) in enumerate(by_param.items()):
+        if not state:
+            continue
         missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
         if missing:
             raise ValueError(
@@ -57,7 +59,7 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
                     f"The saved {key} of parameter {position} has shape {tuple(state[key].shape)}, the parameter has "
                     f"{tuple(param.shape)}. Load the state for the model that it was saved with."
                 )
-    return by_param
+    return {param: state for param, state in by_param.items() if state}
 
 
 def loaded_group(own: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,16 +79,17 @@ def loaded_group(own: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """A copy of what was saved, on the parameter's device, in the dtype that it was saved in.
+    """A copy of what was saved, on the parameter's device, in the dtype that it was saved in or a wider one.
 
     torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
     """
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":
-            state[key] = torch.as_tensor(value, dtype=torch.float32).detach().reshape(()).to(param.device, copy=True)
+            state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
         elif key in MOMENTS:
-            moment = backend.new_moment(value, moment_dtype(value.dtype), param.device)
+            dtype = torch.promote_types(moment_dtype(value.dtype), param.dtype)
+            moment = backend.new_moment(value, dtype, param.device)
             state[key] = moment.copy_(value)
         else:
             state[key] = deepcopy(value)

@@ -52,7 +52,7 @@ class DecayWarning:
 
 
 def _on_its_way_to_the_host(value: Tensor) -> tuple[Tensor, torch.Event]:
-    host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     arrival = torch.Event(device=value.device)
     arrival.record()
     return host, arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -22,7 +23,7 @@ from swd_fused.arguments import (
     check_param,
 )
 from swd_fused.bucket import Active, Arrangement, Bucket
-from swd_fused.checkpoint import loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
+from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.schedule import Hyper
 from swd_fused.step import take_step
@@ -94,7 +95,7 @@ class FusedAdamS(Optimizer):
             "max_decay": max_decay,
         }
         check_group(defaults)
-        if isinstance(params, Iterable) and not isinstance(params, Tensor):
+        if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
             params = list(params)  # type: ignore[assignment]
             if not params:
                 raise ValueError(
@@ -107,7 +108,10 @@ class FusedAdamS(Optimizer):
         check_group({**self.defaults, **param_group})
         check_lr_value(param_group.get("lr", self.defaults["lr"]))
         params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # torch refuses sets, which have no order
+            params = list(params)
         for param in params:
             tensor = param[1] if isinstance(param, tuple) else param
             if isinstance(tensor, Tensor):
@@ -177,6 +181,9 @@ class FusedAdamS(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = backend.new_moment(param, moment_dtype(param.dtype), param.device)
+        for key in MOMENTS:
+            if key in state:  # wider where the parameter has become so: the update is computed in the moments' dtype
+                state[key] = state[key].to(torch.promote_types(state[key].dtype, param.dtype))
         if self.param_groups[group_index]["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         return state
@@ -208,13 +215,14 @@ class FusedAdamS(Optimizer):
         """
         check_adamw_weight_decay(weight_decay)
         self._adamw_weight_decay = weight_decay
-        if self.exp_avg_sq_mean > 0:
+        if 0 < self.exp_avg_sq_mean < math.inf:
             self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
 
     def _match_adamw_now(self, exp_avg_sq_mean: Tensor) -> None:
-        assert self._adamw_weight_decay is not None
-        self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
-        self._adamw_weight_decay = None
+        """Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing."""
+        if self._adamw_weight_decay is not None and 0 < exp_avg_sq_mean < math.inf:
+            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
+            self._adamw_weight_decay = None
 
     def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
         rms = float(exp_avg_sq_mean.sqrt())
@@ -275,5 +283,5 @@ class FusedAdamS(Optimizer):
     def _forget(self) -> None:
         """What only a step can tell."""
         self._arrangement = None
-        self.exp_avg_sq_mean = torch.tensor(float("nan"))
-        self.grad_norm = torch.tensor(float("nan"))
+        self.exp_avg_sq_mean = torch.tensor(math.nan, device="cpu")
+        self.grad_norm = torch.tensor(math.nan, device="cpu")

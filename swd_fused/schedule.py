@@ -21,21 +21,21 @@ class Hyper:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         self.numbers = hyper_numbers(groups)
-        self.table = torch.tensor(self.numbers, dtype=scalar_dtype(device)).to(device, non_blocking=True)
+        self.table = torch.tensor(self.numbers, dtype=scalar_dtype(device), device="cpu").to(device, non_blocking=True)
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.max_decay, self.sign = self.table.unbind(1)
 
     def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """What is a tensor is read in each step anew, on the device: schedulers change it in place."""
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
-                self.lr[index].copy_(group["lr"].detach().reshape(()), non_blocking=True)
+                self.lr[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
 
 
 def hyper_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
     """The table's rows on the host. A `sign` of -1 maximizes; an `lr` of -1 stands for a tensor, not read here."""
     return [
         (
-            -1.0 if isinstance(group["lr"], Tensor) else group["lr"],
+            -1.0 if isinstance(group["lr"], Tensor) else max(0.0, group["lr"]),
             *group["betas"],
             group["eps"],
             group["weight_decay"],

@@ -26,6 +26,8 @@ def take_step(
         if result is not None:
             return result
 
+    for bucket in buckets:
+        bucket.check()
     home = buckets[0].device
     clip = None
     if lagged:

@@ -110,9 +110,51 @@ class TestStep:
             optimizer, params, RuntimeError, r"gradient of shape \(5, 4\).*\(4, 5\).*wanted one of the param"
         )
 
+    def test_parameter_of_another_shape(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        """As a resized embedding: the state, if there is one, belongs to the old one."""
+        params[2].grad = None
+        params[2].data = torch.ones(9)
+        params[2].grad = torch.ones(9)
+        if not optimizer.state:
+            optimizer.step()
+            assert (params[2] < 1).all()
+            return
+        message = r"state of shape \(7,\).* now has shape \(9,\).*del optimizer.state"
+        assert_refused(optimizer, params, RuntimeError, message)
+
     def test_hyper_parameters_set_to_nonsense(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
         optimizer.param_groups[0]["lr"] = -1.0
         assert_refused(optimizer, params, ValueError, "lr=-1.0, wanted")
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_nothing_changes_in_any_bucket(backend: str, schedule: str) -> None:
+    """Two buckets, since the groups differ in amsgrad: the second one's gradient is bad."""
+    params = random_params([(5,), (6,)])
+    groups = [{"params": params[:1]}, {"params": params[1:], "amsgrad": True}]
+    optimizer = FusedAdamS(groups, backend=backend, schedule=schedule)
+    run(params, random_grads([(5,), (6,)], 2), optimizer)
+    params[1].grad = torch.ones(6).to_sparse()
+    assert_refused(optimizer, params, RuntimeError, "sparse_coo gradient")
+
+
+def test_a_gradient_whose_memory_was_freed() -> None:
+    params = random_params([(50,)])
+    optimizer = FusedAdamS(params, backend="cpu")
+    run(params, random_grads([(50,)], 1), optimizer)
+    params[0].grad = torch.ones(50)
+    params[0].grad.untyped_storage().resize_(0)
+    assert_refused(optimizer, params, RuntimeError, "grad has elements, but its memory was freed")
+
+
+def test_sets_have_no_order() -> None:
+    with pytest.raises(TypeError, match="ordered"):
+        FusedAdamS([{"params": set(random_params([(3,), (4,)]))}])
+
+
+def test_lazily_conjugated_parameters() -> None:
+    with pytest.raises(ValueError, match="lazily conjugated"):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())])
 
 
 def test_no_parameters() -> None:

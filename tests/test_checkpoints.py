@@ -82,7 +82,7 @@ def test_loading_widens_16_bit_moments_and_keeps_wider_ones(backend: str) -> Non
     for param_dtype, saved, expected in (
         (torch.bfloat16, torch.bfloat16, torch.float32),
         (torch.float32, torch.float64, torch.float64),
-        (torch.float64, torch.float32, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
     ):
         params = random_params([(9,)], param_dtype)
         state = {"step": torch.tensor(3.0), "exp_avg": torch.rand(9).to(saved), "exp_avg_sq": torch.rand(9).to(saved)}

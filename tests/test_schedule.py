@@ -137,6 +137,18 @@ def test_match_adamw(backend: str, steps_before: int) -> None:
     assert optimizer.effective_weight_decay()[0] != pytest.approx(0.1, rel=1e-3)
 
 
+@pytest.mark.parametrize("useless", [0.0, float("nan"), float("inf")])
+def test_match_adamw_waits_for_a_usable_step(backend: str, useless: float) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params, backend=backend)
+    optimizer.match_adamw(weight_decay=0.1)
+    run(params, [[torch.full(shape, useless) for shape in SHAPES]], optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 5e-4
+    optimizer.state.clear()
+    run(params, random_grads(SHAPES, 1), optimizer)
+    assert optimizer.effective_weight_decay() == pytest.approx([0.1])
+
+
 def test_adamws_habit_is_noticed_in_the_first_step(backend: str) -> None:
     """weight_decay=0.1 at an rms gradient of 3e-5 would remove three times each weight."""
     param = torch.nn.Parameter(torch.ones(1000))

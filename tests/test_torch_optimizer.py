@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -133,6 +134,38 @@ def test_data_may_be_replaced_between_steps(backend: str) -> None:
     for step_grads in grads:
         run(params, [step_grads], optimizer)
         params[0].data = params[0].data.clone()
+    assert torch.equal(params[0], twins[0])
+
+
+def test_a_scheduler_that_misses_zero_by_a_rounding(backend: str) -> None:
+    params = random_params([(5,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 3, end_factor=0.0, total_iters=4)
+    for step_grads in random_grads([(5,)], 6):
+        run(params, [step_grads], optimizer)
+        before = params[0].detach().clone()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < 0
+    run(params, random_grads([(5,)], 1), optimizer)
+    assert torch.equal(params[0], before)
+
+
+def test_numpy_numbers_are_numbers(backend: str) -> None:
+    params = random_params([(5,)])
+    optimizer = FusedAdamS(params, lr=np.float32(0.5), betas=(np.float64(0.5), 0.9), backend=backend)
+    run(params, random_grads([(5,)], 2), optimizer)
+    assert params[0].isfinite().all()
+
+
+def test_another_default_device_does_not_matter(backend: str) -> None:
+    params, grads = random_params([(5,)]), random_grads([(5,)], 2)
+    twins = [copy.deepcopy(param) for param in params]
+    run(twins, grads, FusedAdamS(twins, backend=backend))
+    with torch.device("meta"):
+        optimizer = FusedAdamS(params, backend=backend)
+        run(params, grads[:1], optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(params, grads[1:], optimizer)
     assert torch.equal(params[0], twins[0])
 
 

@@ -17,8 +17,8 @@ NAMES = ("auto", "cpu", "torch")
 class Backend(Protocol):
     """The two passes of a step and what goes with them. Results are tensors of the bucket's device.
 
-    v^ is the second moment after bias correction. `exp_avg_sq_mean` and `clip` are zero-dimensional. A gradient that
-    does not fit its parameter makes either pass raise before anything is changed.
+    v^ is the second moment after bias correction. `exp_avg_sq_mean` and `clip` are zero-dimensional. `step`
+    checks that all tensors fit before it changes any; before the others `bucket.check` does.
     """
 
     name: str

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
-from swd_fused.arguments import check_grads
 from swd_fused.bucket import Bucket
 
 ops = torch.ops.swd_fused
@@ -67,10 +66,10 @@ def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor
     try:
         result = op(*args)
     except (RuntimeError, NotImplementedError):
-        check_grads(bucket.params, bucket.grads)
+        bucket.check()
         raise
     if not result.is_cpu:  # a meta tensor among the gradients: the operator has computed nothing
-        check_grads(bucket.params, bucket.grads)
+        bucket.check()
     return result
 
 

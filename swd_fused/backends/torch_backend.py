@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.arguments import check_grads
 from swd_fused.bucket import Bucket
 from swd_fused.schedule import scalar_dtype
 
@@ -29,7 +28,6 @@ class TorchBackend:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
     def gradient_sums(self, bucket: Bucket) -> Tensor:
-        check_grads(bucket.params, bucket.grads)
         grad_sums = sums_of_squares(bucket.grads)
         bucket.grad_sum = grad_sums.sum()
         beta2, bias_correction2 = by_tensor(bucket, bucket.hyper.beta2), bias_corrections(bucket)[1]
@@ -56,7 +54,6 @@ class TorchBackend:
 
     def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
         if bucket.grad_sum is None:
-            check_grads(bucket.params, bucket.grads)
             bucket.grad_sum = sums_of_squares(bucket.grads).sum()
         decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
         bias_correction1, bias_correction2 = bias_corrections(bucket)
@@ -164,7 +161,7 @@ class SumsByTensor:
         device = self._tensors[0].device
         total = torch.zeros(len(self._tensors), dtype=scalar_dtype(device), device=device)
         if self._values:
-            indices = torch.tensor(self._indices).to(device, non_blocking=True)
+            indices = torch.tensor(self._indices, device="cpu").to(device, non_blocking=True)
             total.index_add_(0, indices, torch.stack(self._values).to(total.dtype))
         return total
 
