@@ -65,7 +65,7 @@ def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor
     """Calls an operator, which checks gradients faster than Python could, and explains why it refused one."""
     try:
         result = op(*args)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         bucket.check()
         raise
     if not result.is_cpu:  # a meta tensor among the gradients: the operator has computed nothing
