@@ -21,22 +21,27 @@ class DecayWarning:
     def watch(self, exp_avg_sq_mean: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
         if self._done:
             return
+        tensor_lrs = [group["lr"].reshape(()) for group in groups if isinstance(group["lr"], Tensor)]
         if exp_avg_sq_mean.is_cpu:
-            self._warn_if_bound(float(exp_avg_sq_mean), groups)
+            self._warn_if_bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], groups)
             return
         if self._pending is None:
-            self._pending = _on_its_way_to_the_host(exp_avg_sq_mean)
+            self._pending = _on_its_way_to_the_host([exp_avg_sq_mean, *tensor_lrs])
         host, arrival = self._pending
         if arrival.query():
             self._pending = None
-            self._warn_if_bound(float(host), groups)
+            self._warn_if_bound(host.tolist(), groups)
 
-    def _warn_if_bound(self, exp_avg_sq_mean: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _warn_if_bound(self, values: list[float], groups: Sequence[Mapping[str, Any]]) -> None:
+        """`values` are the mean and those learning rates that are tensors."""
+        exp_avg_sq_mean, *rest = values
+        tensor_lrs = iter(rest)
         if not exp_avg_sq_mean > 0:
             return
         rms = math.sqrt(exp_avg_sq_mean)
         for index, group in enumerate(groups):
-            lr, weight_decay, max_decay = float(group["lr"]), group["weight_decay"], group["max_decay"]
+            lr = next(tensor_lrs, 0.0) if isinstance(group["lr"], Tensor) else group["lr"]
+            weight_decay, max_decay = group["weight_decay"], group["max_decay"]
             scheduled = weight_decay / (rms + group["eps"])
             if lr * scheduled > max_decay:
                 self._done = True
@@ -51,8 +56,10 @@ class DecayWarning:
                 return
 
 
-def _on_its_way_to_the_host(value: Tensor) -> tuple[Tensor, torch.Event]:
-    host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-    arrival = torch.Event(device=value.device)
+def _on_its_way_to_the_host(values: list[Tensor]) -> tuple[Tensor, torch.Event]:
+    device, dtype = values[0].device, values[0].dtype
+    stacked = torch.stack([value.detach().to(device, dtype, non_blocking=True) for value in values])
+    host = torch.empty(len(values), dtype=dtype, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
+    arrival = torch.Event(device=device)
     arrival.record()
     return host, arrival

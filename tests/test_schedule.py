@@ -149,10 +149,11 @@ def test_match_adamw_waits_for_a_usable_step(backend: str, useless: float) -> No
     assert optimizer.effective_weight_decay() == pytest.approx([0.1])
 
 
-def test_adamws_habit_is_noticed_in_the_first_step(backend: str) -> None:
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3, dtype=torch.float64)], ids=["number", "tensor"])
+def test_adamws_habit_is_noticed_in_the_first_step(backend: str, lr: float | torch.Tensor) -> None:
     """weight_decay=0.1 at an rms gradient of 3e-5 would remove three times each weight."""
     param = torch.nn.Parameter(torch.ones(1000))
-    optimizer = FusedAdamS([param], weight_decay=0.1, backend=backend)
+    optimizer = FusedAdamS([param], lr=lr, weight_decay=0.1, backend=backend)
     grads = [[torch.full((1000,), 3e-5)]] * 3
     with pytest.warns(UserWarning, match=r"max_decay=0\.1 binds .* acts like 3\.33e\+03 in AdamW") as caught:
         run([param], grads, optimizer)
