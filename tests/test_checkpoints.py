@@ -15,40 +15,29 @@ SHAPES = [(30,), (4, 5), ()]
 IMPLEMENTATIONS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
+@pytest.mark.parametrize("ours_first", [False, True], ids=["torch began", "we began"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("peer", [torch.optim.Adam, torch.optim.AdamW])
-def test_continues_what_torch_began(backend: str, peer: Any, amsgrad: bool, implementation: dict[str, bool]) -> None:
+def test_one_continues_what_the_other_began(
+    backend: str, peer: Any, amsgrad: bool, implementation: dict[str, bool], ours_first: bool
+) -> None:
+    """Half the steps by each are, without decay, all of them by Adam."""
     params, grads = random_params(SHAPES), random_grads(SHAPES, 8)
     twins = [copy.deepcopy(param) for param in params]
     options = {"lr": 0.01, "weight_decay": 0.0, "amsgrad": amsgrad}
     run(twins, grads, torch.optim.Adam(twins, **options))
 
-    adam = peer(params, **options, **implementation)
-    run(params, grads[:4], adam)
-    optimizer = FusedAdamS(params, weight_decay=0.0, backend=backend)
-    optimizer.load_state_dict(adam.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    assert optimizer.param_groups[0]["amsgrad"] == amsgrad
-    run(params, grads[4:], optimizer)
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("peer", [torch.optim.Adam, torch.optim.AdamW])
-def test_torch_continues_what_we_began(backend: str, peer: Any, amsgrad: bool, implementation: dict[str, bool]) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 8)
-    twins = [copy.deepcopy(param) for param in params]
-    options = {"lr": 0.01, "weight_decay": 0.0, "amsgrad": amsgrad}
-    run(twins, grads, torch.optim.Adam(twins, **options))
-
-    optimizer = FusedAdamS(params, **options, backend=backend)
-    run(params, grads[:4], optimizer)
-    adam = peer(params, **options, **implementation)
-    adam.load_state_dict(optimizer.state_dict())
-    run(params, grads[4:], adam)
+    order = [
+        lambda **own: peer(params, **own, **implementation),
+        lambda **own: FusedAdamS(params, **own, backend=backend),
+    ]
+    begin, go_on = reversed(order) if ours_first else order
+    first, second = begin(**options), go_on(weight_decay=0.0)
+    run(params, grads[:4], first)
+    second.load_state_dict(first.state_dict())
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["amsgrad"]) == (0.01, amsgrad)
+    run(params, grads[4:], second)
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
 
