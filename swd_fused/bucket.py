@@ -58,6 +58,7 @@ class Bucket:
         self.note_versions()
         self.grads: list[Tensor] = []
         self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
+        self.plan: Any = None  # what else the backend keeps
         self._hyper: Hyper | None = None
 
     @property

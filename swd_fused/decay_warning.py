@@ -25,6 +25,8 @@ class DecayWarning:
         if exp_avg_sq_mean.is_cpu:
             self._warn_if_bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], groups)
             return
+        if exp_avg_sq_mean.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         if self._pending is None:
             self._pending = _on_its_way_to_the_host([exp_avg_sq_mean, *tensor_lrs])
         host, arrival = self._pending

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU here
+
 import pytest
 import torch
 
 from swd_fused import backends
+from tests.gpu_code import interpreter_bf16, interpreter_speed
+
+interpreter_bf16.install()
+interpreter_speed.install()
 
 
 def pytest_report_header() -> str:
@@ -11,7 +19,7 @@ def pytest_report_header() -> str:
     return f"swd_fused: cpu backend {cpu if isinstance(cpu, str) else 'built'}, torch {torch.__version__}"
 
 
-@pytest.fixture(params=["torch", "cpu"])
+@pytest.fixture(params=["torch", "cpu", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that must serve CPU tensors. A missing one fails: a test suite without it shows nothing."""
     return str(request.param)

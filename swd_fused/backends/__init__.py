@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.bucket import Bucket
 
-NAMES = ("auto", "cpu", "torch")
+NAMES = ("auto", "cpu", "triton", "torch")
 
 
 class Backend(Protocol):
@@ -21,7 +22,8 @@ class Backend(Protocol):
     checks that all tensors fit before it changes any; before the others `bucket.check` does.
     """
 
-    name: str
+    def description(self, device: torch.device) -> str:
+        """For `repr`: the backend's name, and what is special about it on this device."""
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in the shape and, as far as they are dense, the strides of `like`."""
@@ -58,7 +60,23 @@ def load_cpu_backend() -> Backend | str:
     return CpuBackend()
 
 
+@cache
+def load_triton_backend() -> Backend | str:
+    """The Triton backend, or why it is not there."""
+    try:
+        from swd_fused.backends.triton_backend import TritonBackend
+    except ImportError as error:
+        return f"Triton is not installed ({error})"
+    return TritonBackend()
+
+
 TORCH = TorchBackend()
+BEST = {"cpu": "cpu", "cuda": "triton"}
+FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HOW_TO_GET = {
+    "cpu": "reinstall swd_fused with a C++ compiler: pip install --no-build-isolation .",
+    "triton": "use a CUDA or ROCm build of torch, which brings Triton, and move the model to the GPU.",
+}
 
 
 @cache
@@ -66,23 +84,25 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend
     """The backend that serves tensors of this device and (real) dtype, and how `repr` describes it."""
     if name == "torch":
         return TORCH, "torch"
-    missing = _why_not_cpu(device, dtype)
-    if not missing:
-        backend = load_cpu_backend()
-        if not isinstance(backend, str):
-            return backend, "cpu"
-        missing = backend
-    if name == "cpu":
+    if name == "auto" and device.type not in BEST:
+        return TORCH, f"torch (no fused kernels for {device.type} devices)"
+    found = _fused(BEST[device.type] if name == "auto" else name, device, dtype)
+    if not isinstance(found, str):
+        return found, found.description(device)
+    if name != "auto":
         raise RuntimeError(
-            f'backend="cpu" cannot serve {dtype} parameters on {device}: {missing}. '
-            'Use backend="auto", or reinstall swd_fused with a C++ compiler: pip install --no-build-isolation .'
+            f'backend="{name}" cannot serve {dtype} parameters on {device}: {found}. '
+            f'Use backend="auto", or {HOW_TO_GET[name]}'
         )
-    return TORCH, f"torch ({missing})"
+    return TORCH, f"torch ({found})"
 
 
-def _why_not_cpu(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cpu":
-        return f"no fused kernels for {device.type} devices"
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:
+    """A fused backend, or why it cannot serve."""
+    if dtype not in FUSED_DTYPES:
         return f"no fused kernels for {dtype}"
-    return ""
+    if name == "cpu":
+        return f"no C++ kernels for {device.type} devices" if device.type != "cpu" else load_cpu_backend()
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"no Triton kernels for {device.type} devices (but with TRITON_INTERPRET=1, slowly, for the CPU's)"
+    return load_triton_backend()

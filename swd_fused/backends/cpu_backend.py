@@ -15,7 +15,8 @@ ops = torch.ops.swd_fused
 
 
 class CpuBackend:
-    name = "cpu"
+    def description(self, device: torch.device) -> str:
+        return "cpu"
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         moment = torch.empty_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)

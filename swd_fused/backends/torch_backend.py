@@ -22,7 +22,8 @@ TensorList = list[Tensor] | tuple[Tensor, ...]
 
 
 class TorchBackend:
-    name = "torch"
+    def description(self, device: torch.device) -> str:
+        return "torch"
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)

@@ -1,0 +1,111 @@
+"""What the Triton backend keeps of a bucket from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swd_fused.backends import triton_launch
+from swd_fused.backends.triton_launch import OPTIONS, PLAIN_REGISTERS, Launcher, resident_programs
+from swd_fused.backends.triton_operands import Operands
+from swd_fused.backends.triton_parts import Dtypes, Part, upload
+from swd_fused.bucket import Bucket
+from swd_fused.triton_kernels import kernels
+from swd_fused.triton_kernels.tables import SLOT_COLUMNS
+
+# What exact_step_kernel is passed, for compiling it before any of that exists.
+EXACT_STEP_ARGUMENTS = (
+    *(torch.float64, torch.float64, torch.float64, torch.float32, torch.int32),
+    *(torch.int64, torch.int64, torch.int32, torch.float64, torch.float64, 0),
+)
+
+
+class Plan:
+    """The operands; the parts, with the sums of their second moments; and small tensors that live on the device."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.parts: list[Part] = []
+        self.one = torch.ones((), dtype=torch.float64, device=bucket.device)
+        self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
+        self._operands = Operands()
+        self._grads: list[Tensor] | None = None
+        self._limits: dict[float | None, Tensor] = {}
+
+    @property
+    def table(self) -> Tensor:
+        return self._operands.table
+
+    def begin(self, bucket: Bucket) -> None:
+        """Before whichever pass is the first of a step."""
+        if self._grads is bucket.grads:
+            return
+        if self._operands.refresh(bucket):
+            self._make_parts(bucket)
+        self._grads = bucket.grads
+
+    def end(self, bucket: Bucket) -> None:
+        """After an update."""
+        self._grads = None
+        self._operands.write_back(bucket)
+        # Writes through addresses are not counted, and autograd relies on the count to refuse a backward through
+        # weights that have changed since the forward.
+        torch.autograd.graph.increment_version(bucket.params)
+
+    def launcher(self, kernel: Any, bucket: Bucket, part: Part, **constants: bool) -> Launcher:
+        return launcher_for(kernel, bucket.device, part.dtypes, AMSGRAD=bucket.amsgrad, **constants)
+
+    def new_totals(self, bucket: Bucket) -> Tensor:
+        """A row for each part, with the columns of `slots`."""
+        return torch.empty(len(self.parts), SLOT_COLUMNS.value, dtype=torch.float64, device=bucket.device)
+
+    def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
+        run = self.launcher(kernels.last_exp_avg_sq_sum_kernel, bucket, part)
+        run(1, last, part.sums, bucket.steps, self.table, part.segments, bucket.hyper.table, part.n_segments)
+
+    def limits(self, bucket: Bucket, max_grad_norm: float | None) -> Tensor:
+        if max_grad_norm not in self._limits:
+            values = [max(1, bucket.numel), math.inf if max_grad_norm is None else max_grad_norm]
+            limits = torch.tensor(values, dtype=torch.float64, device="cpu")
+            self._limits[max_grad_norm] = upload(limits, bucket.device)
+        return self._limits[max_grad_norm]
+
+    def _make_parts(self, bucket: Bucket) -> None:
+        numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
+        operands = bucket.params, bucket.grads, bucket.exp_avgs, bucket.averaged
+        for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
+            numels[Dtypes(param.dtype, *(other.dtype for other in others))][tensor] = param.numel()
+        self.parts = [
+            Part(dtypes, by_tensor, programs_on(bucket.device, dtypes, bucket.amsgrad), bucket.device)
+            for dtypes, by_tensor in numels.items()
+        ]
+        self.last = None
+        for part in self.parts:
+            run = self.launcher(kernels.stored_sums_kernel, bucket, part)
+            run(part.programs, part.sums, self.table, part.segments, part.program_segments, bucket.hyper.table)
+
+
+@cache
+def launcher_for(kernel: Any, device: torch.device, dtypes: Dtypes, **constants: bool) -> Launcher:
+    options = compile_options(kernel, dtypes, constants["AMSGRAD"], torch.version.hip is not None)
+    return Launcher(kernel, device, {**dtypes.constants(), **constants}, options)
+
+
+def compile_options(kernel: Any, dtypes: Dtypes, amsgrad: bool, hip: bool) -> dict[str, Any]:
+    if kernel is not kernels.exact_step_kernel:
+        return OPTIONS
+    plain = dtypes.compute == torch.float32 and not amsgrad and not hip
+    return {**OPTIONS, "launch_cooperative_grid": True, **({"maxnreg": PLAIN_REGISTERS} if plain else {})}
+
+
+@cache
+def programs_on(device: torch.device, dtypes: Dtypes, amsgrad: bool) -> int:
+    """As many as can wait for one another in exact_step_kernel. The other kernels are launched alike."""
+    if triton_launch.INTERPRETED:
+        return triton_launch.INTERPRETED_PROGRAMS
+    launcher = launcher_for(kernels.exact_step_kernel, device, dtypes, AMSGRAD=amsgrad)
+    return resident_programs(launcher.compiled(*EXACT_STEP_ARGUMENTS), device)

@@ -1,0 +1,48 @@
+"""Tensors as blocks, reached through addresses."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused.triton_kernels.tables import GROUP, HYPER_COLUMNS, LENGTH, SEGMENT_COLUMNS, START, TENSOR, TENSOR_COLUMNS
+
+
+@triton.jit
+def load_block(tensor, offsets, count, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """A whole block, aligned to VECTOR elements; with VECTOR of 0, what is below `count`, and zeros."""
+    if VECTOR > 0:
+        block = tl.load(aligned(tensor + offsets, VECTOR))
+    else:
+        block = tl.load(tensor + offsets, mask=offsets < count, other=0.0)
+    return block.to(COMPUTE)
+
+
+@triton.jit
+def store_block(tensor, block, offsets, count, VECTOR: tl.constexpr):
+    block = block.to(tensor.dtype.element_ty)
+    if VECTOR > 0:
+        tl.store(aligned(tensor + offsets, VECTOR), block)
+    else:
+        tl.store(tensor + offsets, block, mask=offsets < count)
+
+
+@triton.jit
+def aligned(pointers, VECTOR: tl.constexpr):
+    """128-bit accesses need this hint, on the pointers themselves: on an address it is lost in the cast."""
+    return tl.multiple_of(pointers, pointers.dtype.element_ty.primitive_bitwidth // 8 * VECTOR)
+
+
+@triton.jit
+def elements(tensor_row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
+    """A pointer to a segment's first element."""
+    return tl.load(tensor_row + COLUMN).to(tl.pointer_type(DTYPE)) + start
+
+
+@triton.jit
+def segment_of(tensors, segments, hyper, segment):
+    row = segments + segment * SEGMENT_COLUMNS
+    tensor = tl.load(row + TENSOR)
+    tensor_row = tensors + tensor * TENSOR_COLUMNS
+    hyper_row = hyper + tl.load(tensor_row + GROUP) * HYPER_COLUMNS
+    return tensor, tensor_row, hyper_row, tl.load(row + START), tl.load(row + LENGTH).to(tl.int32)

@@ -1,0 +1,39 @@
+"""The scalars of a step, in float64 on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused.triton_kernels.tables import EPS, LR, MAX_DECAY, WEIGHT_DECAY
+
+
+@triton.jit
+def bias_correction(beta, step, longest):
+    """1 - beta^step, where no step is above `longest`, a scalar.
+
+    By repeated squaring: exact enough for 1 - 0.999, with the same bits on every device, and no library call.
+    """
+    power = beta * 0 + 1
+    exponent, largest = step.to(tl.int32), longest.to(tl.int32)
+    while largest > 0:
+        power = tl.where(exponent % 2 == 1, power * beta, power)
+        beta *= beta
+        exponent //= 2
+        largest //= 2
+    return 1 - power
+
+
+@triton.jit
+def decay_factor(exp_avg_sq_mean, row):
+    """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
+    lr, weight_decay, eps = tl.load(row + LR), tl.load(row + WEIGHT_DECAY), tl.load(row + EPS)
+    shrink = lr * weight_decay / (tl.sqrt(exp_avg_sq_mean) + eps)
+    return 1 - tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + MAX_DECAY)), 0.0)
+
+
+@triton.jit
+def clip_factor(grad_norm, max_grad_norm):
+    """As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Of a NaN norm NaN, if anything is clipped."""
+    factor = max_grad_norm / (grad_norm + 1e-6)
+    return tl.where((factor > 1) | (max_grad_norm == float("inf")), 1.0, factor)

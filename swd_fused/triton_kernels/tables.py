@@ -1,0 +1,53 @@
+"""What the kernels are told about tensors, segments, groups and programs: the columns of each table."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+# Columns of `tensors` (int64).
+PARAM_ADDRESS = tl.constexpr(0)
+GRAD_ADDRESS = tl.constexpr(1)
+EXP_AVG_ADDRESS = tl.constexpr(2)
+EXP_AVG_SQ_ADDRESS = tl.constexpr(3)
+MAX_EXP_AVG_SQ_ADDRESS = tl.constexpr(4)
+ALIGNED = tl.constexpr(5)
+GROUP = tl.constexpr(6)
+TENSOR_COLUMNS = tl.constexpr(7)
+
+# Columns of `segments` (int64).
+TENSOR = tl.constexpr(0)
+START = tl.constexpr(1)
+LENGTH = tl.constexpr(2)
+SEGMENT_COLUMNS = tl.constexpr(3)
+
+# Columns of `hyper` (float64), as schedule.Hyper has them.
+LR = tl.constexpr(0)
+BETA1 = tl.constexpr(1)
+BETA2 = tl.constexpr(2)
+EPS = tl.constexpr(3)
+WEIGHT_DECAY = tl.constexpr(4)
+MAX_DECAY = tl.constexpr(5)
+SIGN = tl.constexpr(6)
+HYPER_COLUMNS = tl.constexpr(7)
+
+# Columns of `slots` (float64), a row for each program: what it adds to the number between the passes, and what it makes
+# of the total.
+GRAD_SUM = tl.constexpr(0)
+CARRIED = tl.constexpr(1)
+FRESH = tl.constexpr(2)
+MAX_SUM = tl.constexpr(3)
+MEAN = tl.constexpr(4)
+CLIP = tl.constexpr(5)
+SLOT_COLUMNS = tl.constexpr(6)
+
+# Columns of `limits` (float64): the number of elements, at least 1, and max_grad_norm, infinite if nothing is clipped.
+NUMEL = tl.constexpr(0)
+MAX_GRAD_NORM = tl.constexpr(1)
+
+# Columns of `last` (float64): the sum of v^ as the step before left it, and the number of its elements.
+LAST_SUM = tl.constexpr(0)
+LAST_NUMEL = tl.constexpr(1)
+
+# Columns of `results` (float64).
+EXP_AVG_SQ_MEAN = tl.constexpr(0)
+GRAD_NORM = tl.constexpr(1)
