@@ -15,7 +15,7 @@ lint: $(VENV)/.with-demo,bench,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp tests/gpu_code/*.cpp
 
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time

@@ -1,0 +1,106 @@
+"""What the compilers made of a kernel: registers, spills, and the widths of its loads and stores.
+
+NVIDIA's disassembler comes inside the Triton wheel; AMD's compiler leaves the assembly text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triton import knobs
+
+
+@dataclass
+class MachineCode:
+    """Of one kernel. Widths are in bits of one lane's access to global memory and count instructions.
+
+    `stack_bytes` is memory of each lane's own, `spills` the instructions that use it (on AMD: the registers spilled).
+    `synchronising` has atomics, and loads and stores with an order, by opcode.
+    """
+
+    registers: int
+    stack_bytes: int
+    spills: int
+    instructions: int = 0
+    loads: Counter[int] = field(default_factory=Counter)
+    stores: Counter[int] = field(default_factory=Counter)
+    synchronising: Counter[str] = field(default_factory=Counter)
+
+
+def read_cubin(cubin: bytes) -> MachineCode:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage, sass = _cuobjdump("-res-usage", path), _cuobjdump("-sass", path)
+    functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", usage)
+    if len(functions) != 1:
+        raise ValueError(f"one kernel is wanted, the cubin has {[f[0] for f in functions]}")
+    code = MachineCode(registers=int(functions[0][1]), stack_bytes=int(functions[0][2]), spills=0)
+    for opcode in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.M):
+        _count_sass(code, opcode)
+    return code
+
+
+def _cuobjdump(option: str, path: Path) -> str:
+    tool = knobs.nvidia.cuobjdump.path
+    env = os.environ | {"PATH": f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
+    return subprocess.run([tool, option, str(path)], env=env, capture_output=True, text=True, check=True).stdout
+
+
+def _count_sass(code: MachineCode, opcode: str) -> None:
+    base, *modifiers = opcode.split(".")
+    code.instructions += base != "NOP"
+    if base in ("LDL", "STL"):
+        code.spills += 1
+    elif base in ("ATOM", "ATOMG", "RED", "REDG") or (base in ("LDG", "STG", "LD", "ST") and "STRONG" in modifiers):
+        code.synchronising[opcode] += 1
+    elif base in ("LDG", "LD"):
+        code.loads[_sass_width(modifiers)] += 1
+    elif base in ("STG", "ST"):
+        code.stores[_sass_width(modifiers)] += 1
+
+
+def _sass_width(modifiers: list[str]) -> int:
+    for modifier in modifiers:
+        if match := re.fullmatch(r"[US]?(8|16|64|128|256)", modifier):
+            return int(match[1])
+    return 32
+
+
+def read_amdgcn(assembly: str) -> MachineCode:
+    kernels = re.findall(r"^\s*\.vgpr_count:\s*(\d+)", assembly, re.M)
+    if len(kernels) != 1:
+        raise ValueError(f"one kernel is wanted, the assembly has {len(kernels)}")
+    code = MachineCode(
+        registers=int(kernels[0]) + _amd_number(assembly, "agpr_count"),
+        stack_bytes=_amd_number(assembly, "private_segment_fixed_size"),
+        spills=_amd_number(assembly, "vgpr_spill_count") + _amd_number(assembly, "sgpr_spill_count"),
+    )
+    for line in re.findall(r"^\s+([a-z]\w+(?:\s[^\n;]*)?)", assembly, re.M):
+        _count_amd(code, line)
+    return code
+
+
+def _amd_number(assembly: str, name: str) -> int:
+    return int(re.search(rf"\.{name}:\s*(\d+)", assembly)[1])
+
+
+AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short": 16, "byte": 8}
+
+
+def _count_amd(code: MachineCode, line: str) -> None:
+    opcode = line.split()[0]
+    code.instructions += 1
+    if re.match(r"(global|buffer|flat)_atomic", opcode):
+        code.synchronising[opcode] += 1
+    elif access := re.match(r"(?:global|buffer|flat)_(load|store)_[us]?(dwordx[234]|dword|short|byte)", opcode):
+        if re.search(r"\bsc[01]\b", line):  # past the caches: a load or store with an order
+            code.synchronising[opcode] += 1
+        else:
+            (code.loads if access[1] == "load" else code.stores)[AMD_WIDTHS[access[2]]] += 1

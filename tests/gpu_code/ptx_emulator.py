@@ -1,0 +1,132 @@
+"""Run unmodified PTX on the CPU with NumPy: every thread of the grid is a lane, lanes at one instruction go together.
+
+    memory = Memory()
+    x = memory.put(np.arange(1000, dtype=np.float32))
+    statistics = Kernel(compiled.asm["ptx"]).run(memory, [x, 1000], programs=4, threads=128, shared_bytes=64)
+    memory.get(x, 1000, np.float32)
+
+It shows what the compiled code computes, that every access is inside an array and aligned, and how many bytes, sectors
+and instructions that took. It does not show races: memory is sequentially consistent, though a `seed` gives another
+order of the warps each time. Programs run together, so that a barrier among them opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .ptx_access import compile_atomic, compile_load, compile_store
+from .ptx_compute import (
+    BINARY,
+    UNARY,
+    compile_binary,
+    compile_bit_field,
+    compile_compare,
+    compile_convert,
+    compile_divide,
+    compile_funnel_shift,
+    compile_logic,
+    compile_move,
+    compile_multiply,
+    compile_nothing,
+    compile_permute,
+    compile_policy,
+    compile_select,
+    compile_shift,
+    compile_shuffle,
+    compile_unary,
+)
+from .ptx_memory import AccessError, Memory, Statistics
+from .ptx_parser import Instruction, Parameter, parse
+from .ptx_scheduler import Scheduler, Step
+from .ptx_state import WARP, Execute, Operands, State
+from .ptx_types import TYPES, Array
+
+__all__ = ["AccessError", "Kernel", "Memory", "Statistics"]
+
+Compiler = Callable[[Instruction, Operands], Execute]
+
+COMPILERS: dict[str, Compiler] = {
+    **dict.fromkeys(UNARY, compile_unary),
+    **dict.fromkeys(BINARY, compile_binary),
+    **dict.fromkeys(("mul", "mad", "fma"), compile_multiply),
+    **dict.fromkeys(("shl", "shr"), compile_shift),
+    **dict.fromkeys(("atom", "red"), compile_atomic),
+    **dict.fromkeys(("membar", "fence", "nanosleep", "griddepcontrol", "prefetch"), compile_nothing),
+    "ld": compile_load,
+    "st": compile_store,
+    "mov": compile_move,
+    "div": compile_divide,
+    "shf": compile_funnel_shift,
+    "bfe": compile_bit_field,
+    "lop3": compile_logic,
+    "prmt": compile_permute,
+    "setp": compile_compare,
+    "selp": compile_select,
+    "cvt": compile_convert,
+    "shfl": compile_shuffle,
+    "createpolicy": compile_policy,
+}
+
+
+class Kernel:
+    """Compiled once, run as often as wanted."""
+
+    def __init__(self, ptx: str, name: str | None = None) -> None:
+        self.code = parse(ptx, name)
+        operands = Operands(self.code)
+        self.steps = [self._step(i, operands) for i in self.code.instructions]
+
+    def _step(self, instruction: Instruction, operands: Operands) -> Step:
+        guard = None if instruction.guard is None else operands.index[instruction.guard]
+        common = {"text": instruction.text, "guard": guard, "guard_negated": instruction.guard_negated}
+        if instruction.base == "bra":
+            return Step("branch", target=self.code.labels[instruction.operands[0]], **common)
+        if instruction.base in ("ret", "exit"):
+            return Step("return", **common)
+        if instruction.base == "trap":
+            return Step("trap", **common)
+        if instruction.base in ("bar", "barrier") and "warp" not in instruction.parts:
+            if "sync" not in instruction.parts or instruction.operands != ("0",):
+                raise NotImplementedError(f"only barrier 0 of the whole program is known: {instruction.text}")
+            return Step("barrier", **common)
+        if instruction.base in ("bar", "barrier"):
+            return Step("compute", execute=lambda state, lanes: None, **common)
+        if instruction.base not in COMPILERS:
+            raise NotImplementedError(f"unknown instruction: {instruction.text}")
+        return Step("compute", execute=COMPILERS[instruction.base](instruction, operands), **common)
+
+    def run(
+        self,
+        memory: Memory,
+        args: Sequence[int | float | np.generic],
+        programs: int,
+        threads: int,
+        shared_bytes: int = 0,
+        seed: int | None = None,
+        most_instructions: int = 10**7,
+    ) -> Statistics:
+        """`shared_bytes` is the dynamic shared memory, `metadata.shared` in Triton. Missing arguments are zero."""
+        if threads % WARP:
+            raise ValueError(f"{threads} threads: a whole number of warps of {WARP} is wanted")
+        parameters = pack(self.code.parameters, args)
+        state = State(self.code, memory, parameters, programs, threads, shared_bytes)
+        with np.errstate(all="ignore"):
+            Scheduler(self.steps, state, threads, seed, most_instructions).run()
+        return state.statistics
+
+
+def pack(parameters: list[Parameter], args: Sequence[int | float | np.generic]) -> Array:
+    """Arguments as bytes, each as its parameter declares it."""
+    if len(args) > len(parameters):
+        raise ValueError(f"{len(args)} arguments for {len(parameters)} parameters")
+    block = np.zeros(max((p.offset + p.size for p in parameters), default=0), np.uint8)
+    for parameter, value in zip(parameters, args, strict=False):
+        kind = TYPES[parameter.type or "b64"]
+        if isinstance(value, (float, np.floating)) != kind.is_float:
+            raise TypeError(f"{parameter.name} is {kind.name}, got {value!r}")
+        bits = kind.bits(np.array([value])) if kind.is_float else np.array([int(value) % 2**kind.width], np.uint64)
+        raw = bits.view(np.uint8)[: parameter.size]
+        block[parameter.offset : parameter.offset + raw.size] = raw
+    return block

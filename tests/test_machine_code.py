@@ -1,0 +1,84 @@
+"""The readers of machine code, on kernels whose machine code is known."""
+
+# ruff: noqa: N803 (constants of Triton kernels are upper case)
+
+from __future__ import annotations
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .gpu_code.machine_code import MachineCode, read_amdgcn, read_cubin
+
+
+@triton.jit
+def copy_kernel(out, x, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+
+@triton.jit
+def arrive_kernel(counter, out):
+    before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < before + 1:
+        pass
+    tl.store(out, before)
+
+
+@triton.jit
+def outer_product_kernel(out, x, y, N: tl.constexpr):
+    """Keeps N * N sums at once: too many for the registers."""
+    i = tl.arange(0, N)
+    sums = tl.zeros((N, N), tl.float32)
+    for step in range(8):
+        sums += tl.load(x + step * N + i)[:, None] * tl.load(y + step * N + i)[None, :]
+    tl.store(out + i[:, None] * N + i[None, :], sums)
+
+
+def machine_code(kernel: object, arch: int | str, options: dict[str, int], **types: str | int) -> MachineCode:
+    """In one warp. An integer among the types is a constant; pointers are aligned to 16 bytes."""
+    pointers = [i for i, t in enumerate(types.values()) if str(t).startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if isinstance(t, int) else t for name, t in types.items()},
+        constexprs={(i,): t for i, t in enumerate(types.values()) if isinstance(t, int)},
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
+    compiled = triton.compile(source, target=target, options={"num_warps": 1, "enable_fp_fusion": True} | options)
+    return read_cubin(compiled.asm["cubin"]) if isinstance(arch, int) else read_amdgcn(compiled.asm["amdgcn"])
+
+
+ARCHITECTURES = [80, 90, 100, "gfx942"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("kind", "each", "width"), [("fp32", 4, 128), ("fp32", 1, 32), ("bf16", 4, 64), ("bf16", 1, 16), ("i8", 1, 8)]
+)
+def test_widths_follow_the_elements_of_a_lane(arch: int | str, kind: str, each: int, width: int) -> None:
+    lanes = 64 if arch == "gfx942" else 32
+    code = machine_code(copy_kernel, arch, {}, out=f"*{kind}", x=f"*{kind}", BLOCK=lanes * each)
+    assert (dict(code.loads), dict(code.stores)) == ({width: 1}, {width: 1})
+    assert (code.spills, code.stack_bytes) == (0, 0)
+    assert 0 < code.registers <= 32
+    assert code.instructions > 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_synchronises_is_not_counted_as_traffic(arch: int | str) -> None:
+    code = machine_code(arrive_kernel, arch, {}, counter="*i64", out="*i64")
+    assert not code.loads
+    assert sum(code.stores.values()) == 1
+    assert sum(code.synchronising.values()) == 2
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_spills_are_seen(arch: int | str) -> None:
+    few_registers = {"waves_per_eu": 8} if arch == "gfx942" else {"maxnreg": 48}
+    code = machine_code(outer_product_kernel, arch, few_registers, out="*fp32", x="*fp32", y="*fp32", N=64)
+    assert code.spills > 0
+    assert code.stack_bytes > 0
+    assert code.registers <= 64
