@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
     failures = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in sorted(answers.items()) if not succeeded]
     assert not failures, "\n".join(failures)
     return [answer for _, (_, answer) in sorted(answers.items())]
+
+
+@cache
+def _once(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] | AssertionError:
+    try:
+        return on_ranks(world_size, function, *args)
+    except AssertionError as error:
+        return error
+
+
+def once_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The same, started by the first test that asks: many cases share one start, and one failure."""
+    answers = _once(world_size, function, args)
+    if isinstance(answers, AssertionError):
+        raise answers
+    return answers
 
 
 def _collected(results: Any, processes: list[Any]) -> dict[int, tuple[bool, Any]]:

@@ -85,7 +85,7 @@ class Record:
         self.params: dict[str, np.ndarray] = {}
 
     def finish(self, model: nn.Module) -> Record:
-        self.params = {name: whole(param).numpy().copy() for name, param in model.named_parameters()}
+        self.params = {name: whole(param).clone().numpy() for name, param in model.named_parameters()}
         return self
 
 

@@ -22,7 +22,7 @@ from swd_fused import FusedAdamS
 from swd_fused.collective import Collective
 from tests import sharded_model
 from tests.definition import MeanOfStepBefore
-from tests.ranks import on_ranks
+from tests.ranks import once_on_ranks
 from tests.sharded_model import LR, MAX_GRAD_NORM, Record, defined, distance, new_model, param_groups, train
 
 TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -133,9 +133,8 @@ def run_cases(size: int) -> dict[str, Any]:
     return {name: case() for name, case in CASES[size].items()}
 
 
-@cache
 def results(size: int) -> list[dict[str, Any]]:
-    return on_ranks(size, run_cases, size)
+    return once_on_ranks(size, run_cases, size)
 
 
 @cache
