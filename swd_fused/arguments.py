@@ -34,6 +34,11 @@ def check_options(max_grad_norm: float | None, schedule: str, backend: str) -> N
         raise ValueError(_message("backend", backend, f"one of {backends.NAMES}"))
 
 
+def check_total_numel(total_numel: object) -> None:
+    if total_numel is not None and not (isinstance(total_numel, int) and total_numel > 0):
+        raise ValueError(_message("total_numel", total_numel, "a whole number > 0, or None to count elements"))
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]

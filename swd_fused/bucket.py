@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.arguments import check_grads, check_state
-from swd_fused.schedule import Hyper, hyper_numbers
+from swd_fused.schedule import Hyper, hyper_numbers, scalar_dtype
+from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -25,23 +26,29 @@ class Active(NamedTuple):
 
 
 class Bucket:
-    """Tensors of one device and backend, all with amsgrad or all without, as parallel lists.
+    """Tensors of one device, backend and sharding, all with amsgrad or all without, as parallel lists.
 
-    Complex tensors are here as views of real pairs.
+    Complex tensors are here as views of real pairs, DTensors as what they have on this rank.
 
     `steps` is the state's own memory, since each `state["step"]` is a view of one of its elements: so a thousand
     counters advance as one tensor. As a list of tensors they took longer than the update itself. `sums` is a cache of
     the second moments' sums, never state.
     """
 
-    def __init__(self, backend: Backend, amsgrad: bool, positions: list[int], active: Active) -> None:
+    def __init__(
+        self, backend: Backend, amsgrad: bool, positions: list[int], active: Active, sharding: Sharding = ()
+    ) -> None:
         self.backend = backend
         self.amsgrad = amsgrad
+        self.sharding = sharding
         self.positions = positions
-        is_complex = any(active.params[i].is_complex() for i in positions)
-        self._picks = is_complex or len(positions) < len(active.params)
+        self._whole_params = [active.params[i] for i in positions]
+        self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
+        self._picks = self._has_views or len(positions) < len(active.params)
         self._states = [active.states[i] for i in positions]
-        self.params = [_as_real(active.params[i]) for i in positions]
+        self._local_params = [local_tensor(param) for param in self._whole_params]
+        self.params = [_as_real(param) for param in self._local_params]
+        self._whole_moments: dict[str, list[Tensor]] = {}
         self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg"), self._moments("exp_avg_sq")
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
         self.device = self.params[0].device
@@ -50,11 +57,12 @@ class Bucket:
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
         self.numels = torch.tensor(numels, device="cpu").to(self.device, non_blocking=True)
+        self.count = self.numels.sum(dtype=scalar_dtype(self.device))
         self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
         self._step_views = list(self.steps.unbind())
         for state, view in zip(self._states, self._step_views, strict=True):
             state["step"] = view
-        self.sums = backend.exp_avg_sq_sums(self.averaged)
+        self._sums: Tensor | None = None
         self.note_versions()
         self.grads: list[Tensor] = []
         self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
@@ -66,14 +74,28 @@ class Bucket:
         """The second moments whose mean is the schedule."""
         return self.max_exp_avg_sqs if self.amsgrad else self.exp_avg_sqs
 
+    @property
+    def sums(self) -> Tensor:
+        if self._sums is None:
+            self._sums = self.backend.exp_avg_sq_sums(self.averaged)
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: Tensor) -> None:
+        self._sums = sums
+
+    def need_no_sums(self) -> None:
+        """Where they are not there they need not be: saves a pass before an update that writes them anyway."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
+
     def is_current(self) -> bool:
         """Whether the state still holds these very tensors and nobody else has written to the second moments."""
         try:
             return (
                 self._holds(self._step_views, "step")
-                and self._holds(self.exp_avgs, "exp_avg")
-                and self._holds(self.exp_avg_sqs, "exp_avg_sq")
-                and (not self.amsgrad or self._holds(self.max_exp_avg_sqs, "max_exp_avg_sq"))
+                and all(self._holds(tensors, key) for key, tensors in self._whole_moments.items())
+                and (not self._has_views or self._views_are_current())
                 and self._versions == _versions(self.averaged)
             )
         except KeyError:
@@ -82,8 +104,19 @@ class Bucket:
     def _holds(self, tensors: list[Tensor], key: str) -> bool:
         return all(map(is_, tensors, map(itemgetter(key), self._states)))
 
+    def _views_are_current(self) -> bool:
+        """Whether parameters still are where the views of them point: sharding wrappers move them."""
+        return all(map(is_, self._local_params, map(local_tensor, self._whole_params))) and all(
+            param.data_ptr() == view.data_ptr() for param, view in zip(self._local_params, self.params, strict=True)
+        )
+
     def begin_step(self, grads: list[Tensor], param_groups: list[dict[str, Any]]) -> None:
-        self.grads = [_as_real(grads[i]) for i in self.positions] if self._picks else grads
+        if self._picks:
+            grads = [grads[i] for i in self.positions]
+        if self._has_views:
+            pairs = zip(self._whole_params, grads, strict=True)
+            grads = [_as_real(local_grad(param, grad)) for param, grad in pairs]
+        self.grads = grads
         self.grad_sum = None
         self.set_hyper(param_groups)
 
@@ -111,7 +144,8 @@ class Bucket:
         return self._hyper
 
     def _moments(self, key: str) -> list[Tensor]:
-        return [_as_real(state[key]) for state in self._states]
+        self._whole_moments[key] = [state[key] for state in self._states]
+        return [_as_real(local_tensor(moment)) for moment in self._whole_moments[key]]
 
 
 class Arrangement:

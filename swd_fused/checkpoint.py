@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swd_fused.arguments import check_group
 from swd_fused.backends import Backend
+from swd_fused.sharding import redistributed_like, sharded_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -89,8 +90,8 @@ def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend) -> d
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
         elif key in MOMENTS:
             dtype = torch.promote_types(moment_dtype(value.dtype), param.dtype)
-            moment = backend.new_moment(value, dtype, param.device)
-            state[key] = moment.copy_(value)
+            local = redistributed_like(param, value)
+            state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local))
         else:
             state[key] = deepcopy(value)
     return state

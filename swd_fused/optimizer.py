@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from swd_fused import backends, schedule
+from swd_fused import backends, known_sum, schedule
 from swd_fused.arguments import (
     check_adamw_weight_decay,
     check_grads,
@@ -21,18 +21,27 @@ from swd_fused.arguments import (
     check_lr_value,
     check_options,
     check_param,
+    check_total_numel,
 )
 from swd_fused.bucket import Active, Arrangement, Bucket
 from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
+from swd_fused.collective import Collective
 from swd_fused.decay_warning import DecayWarning
+from swd_fused.known_sum import Known, WholeModelSum
+from swd_fused.lagged_sums import LaggedSums
 from swd_fused.schedule import Hyper
-from swd_fused.step import take_step
+from swd_fused.sharding import ShardedOver, local_tensor, sharded_like
+from swd_fused.step import Number, exact, lagged, take_step
+from swd_fused.whole_model import WholeModel
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
     "max_grad_norm",
     "schedule",
+    "total_numel",
     "backend",
+    "grad_sumsq_provider",
+    "_sharded_over",
     "exp_avg_sq_mean",
     "grad_norm",
     "_adamw_weight_decay",
@@ -58,10 +67,16 @@ class FusedAdamS(Optimizer):
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
         schedule: "exact", or "lagged", which uses the mean of the step before and so needs one pass over memory
             instead of two. A first step is always exact.
+        process_group: over which ranks to sum, where parameters are plain tensors that are shards or different from
+            rank to rank. A group of parameters may have a `process_group` of its own. DTensors say so themselves.
+        total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "torch" (plain PyTorch, any device), or "auto", the best there is. `repr` tells which.
     """
 
     _arrangement: Arrangement | None
+    _whole_model: WholeModel
+    _whole_model_sum: WholeModelSum
+    _lagged_sums: LaggedSums
 
     def __init__(
         self,
@@ -76,14 +91,21 @@ class FusedAdamS(Optimizer):
         max_grad_norm: float | None = None,
         max_decay: float = 0.1,
         schedule: str = "exact",
+        process_group: torch.distributed.ProcessGroup | None = None,
+        total_numel: int | None = None,
         backend: str = "auto",
     ) -> None:
         check_options(max_grad_norm, schedule, backend)
+        check_total_numel(total_numel)
         self.max_grad_norm = max_grad_norm
         self.schedule = schedule
+        self.total_numel = total_numel
         self.backend = backend
+        self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
+        self._sharded_over = ShardedOver.checked(process_group)
         self._adamw_weight_decay: float | None = None
         self._decay_warning = DecayWarning()
+        self._lagged_sums = LaggedSums()
         self._forget()
         defaults = {
             "lr": lr,
@@ -117,25 +139,51 @@ class FusedAdamS(Optimizer):
             if isinstance(tensor, Tensor):
                 check_param(tensor)
                 self._backend_of(tensor)
-        super().add_param_group({**param_group, "params": params})
+        param_group = {**param_group, "params": params}
+        if "process_group" in param_group:
+            param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
+        super().add_param_group(param_group)
 
     # --- The step
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(
+        self, closure: None = None, *, grad_sumsq: float | Tensor | None = None, numel: int | None = None
+    ) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(
+        self, closure: Callable[[], float], *, grad_sumsq: float | Tensor | None = None, numel: int | None = None
+    ) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_sumsq: float | Tensor | None = None,
+        numel: int | None = None,
+    ) -> float | None:
+        """Takes a step. `grad_sumsq`, if known, saves the pass over the gradients: the sum of the squares of all that
+        is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
+        elements, a call may step some of the parameters only, and ranks need not communicate.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if grad_sumsq is None and self.grad_sumsq_provider is not None:
+            grad_sumsq, numel = self.grad_sumsq_provider()
         active = self._active()
-        if active.params:
-            self._take_step(active)
+        collective = self._whole_model.collective(self.param_groups, check=grad_sumsq is None)
+        if active.params or not collective.is_local:
+            known = None
+            if grad_sumsq is not None:
+                is_lagged = self.schedule == "lagged"
+                known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
+            else:
+                self._whole_model_sum = WholeModelSum()
+            self._take_step(active, collective, known)
         return loss
 
     def _active(self) -> Active:
@@ -154,33 +202,68 @@ class FusedAdamS(Optimizer):
         active.states.extend([state.get(param, {}) for param in active.params])
         return active
 
-    def _take_step(self, active: Active) -> None:
+    def _take_step(self, active: Active, collective: Collective, known: Known | None) -> None:
         amsgrads = [group["amsgrad"] for group in self.param_groups]
-        first = False
+        first, before = False, self._arrangement
         if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
             check_grads(active.params, active.grads)
             first = not any(active.states)
             active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
             self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
         buckets = self._arrangement.buckets
-        lagged = self.schedule == "lagged" and not first
+        use_lagged = self.schedule == "lagged" and not (first and collective.is_local)
+        took_last_step = (before or self._arrangement).buckets if use_lagged else []
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
+
+        def number() -> Number:
+            """All ranks come to the same branch, whatever gradients and state each of them has."""
+            if known is not None:
+                return self._known_number(known, active, buckets, collective)
+            if not use_lagged:
+                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads))
+            if not collective.is_local:
+                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads))
+            for bucket in took_last_step:
+                bucket.set_hyper(self.param_groups)
+            return lagged(took_last_step, collective, self.total_numel)
+
+        alone = len(buckets) == 1 and collective.is_local and known is None and self.total_numel is None
+        alone = alone and before_update is None and (not use_lagged or took_last_step is buckets)
         try:
             for bucket in buckets:
                 bucket.begin_step(active.grads, self.param_groups)
-            self.exp_avg_sq_mean, self.grad_norm = take_step(buckets, self.max_grad_norm, lagged, before_update)
+            result = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged) if alone else None
+            self.exp_avg_sq_mean, self.grad_norm = result or take_step(buckets, number, before_update)
+            if use_lagged and not collective.is_local:
+                self._lagged_sums.leave(buckets, collective)
         finally:
             for bucket in buckets:
                 bucket.end_step()
         self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
+
+    def _known_number(self, known: Known, active: Active, buckets: list[Bucket], collective: Collective) -> Number:
+        if known.numel is None:
+            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel)
+        for bucket in buckets:
+            bucket.need_no_sums()
+        beta2 = self.param_groups[0]["betas"][1]
+        return self._whole_model_sum.number(known, active.params, beta2, self.max_grad_norm, self._sums_of_state)
+
+    def _sums_of_state(self) -> tuple[Tensor, Tensor]:
+        """Over all state, since wrappers show one group at a time."""
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        params = [(param, groups.get(param, {})) for param, state in self.state.items() if "exp_avg_sq" in state]
+        states = [(self._whole_model.sharding_of(param, group), self.state[param]) for param, group in params]
+        return known_sum.sums_of_state(states, self._whole_model.collective_of(params))
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
             backend, _ = self._backend_of(param)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = backend.new_moment(param, moment_dtype(param.dtype), param.device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = backend.new_moment(local_tensor(param), moment_dtype(param.dtype), param.device)
+                state[key] = sharded_like(param, moment)
         for key in MOMENTS:
             if key in state:  # wider where the parameter has become so: the update is computed in the moments' dtype
                 state[key] = state[key].to(torch.promote_types(state[key].dtype, param.dtype))
@@ -192,8 +275,12 @@ class FusedAdamS(Optimizer):
         positions = defaultdict(list)
         for position, (index, param) in enumerate(zip(*active[:2], strict=True)):
             backend, _ = self._backend_of(param)
-            positions[backend, param.device, amsgrads[index]].append(position)
-        return [Bucket(backend, amsgrad, where, active) for (backend, _, amsgrad), where in positions.items()]
+            sharding = self._whole_model.sharding_of(param, self.param_groups[index])
+            positions[backend, param.device, amsgrads[index], sharding].append(position)
+        return [
+            Bucket(backend, amsgrad, where, active, sharding)
+            for (backend, _, amsgrad, sharding), where in positions.items()
+        ]
 
     # --- Weight decay, for people who think in AdamW's
 
@@ -252,7 +339,11 @@ class FusedAdamS(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         state_dict = super().state_dict()
-        return {**state_dict, "state": with_own_steps(state_dict["state"])}
+        groups = [
+            {key: value for key, value in group.items() if key != "process_group"}
+            for group in state_dict["param_groups"]
+        ]
+        return {**state_dict, "state": with_own_steps(state_dict["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = state_dict.copy()
@@ -277,11 +368,19 @@ class FusedAdamS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._arrangement = None
+        self._lagged_sums = self.__dict__.get("_lagged_sums", LaggedSums())
+        self._start_anew()
         self._decay_warning = DecayWarning()
 
     def _forget(self) -> None:
         """What only a step can tell."""
-        self._arrangement = None
+        self._start_anew()
         self.exp_avg_sq_mean = torch.tensor(math.nan, device="cpu")
         self.grad_norm = torch.tensor(math.nan, device="cpu")
+
+    def _start_anew(self) -> None:
+        """What is kept from step to step beside the state."""
+        self._arrangement = None
+        self._whole_model = WholeModel(self._sharded_over)
+        self._lagged_sums.abandon()
+        self._whole_model_sum = WholeModelSum()

@@ -1,0 +1,123 @@
+"""Which tensors are shards of larger ones, over which process groups, and what part of them is here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+# The process groups over which the shards of a tensor are spread. Empty: this process has the whole tensor.
+Sharding = tuple["dist.ProcessGroup", ...]
+
+
+class ShardedOver:
+    """A process group that optimizers can be copied with. They cannot be pickled with one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @staticmethod
+    def checked(group: object) -> ShardedOver | None:
+        """What a user passed as a process group. It may have been here before."""
+        if group is None or isinstance(group, ShardedOver):
+            return group
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"FusedAdamS got process_group={group!r}, wanted a torch.distributed.ProcessGroup or None. For a "
+                "DeviceMesh pass mesh.get_group(), for all ranks torch.distributed.group.WORLD."
+            )
+        return ShardedOver(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOver:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "FusedAdamS was to be pickled with its process_group, which lives in this process only. "
+            "Save optimizer.state_dict(), and build the optimizer anew."
+        )
+
+    def __repr__(self) -> str:
+        return f"ranks {dist.get_process_group_ranks(self.group)}"
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    # Importing it takes longer than torch's optimizers do altogether, and who has a DTensor has imported it.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
+    """Groups of one rank have nothing to add and are left out."""
+    groups = []
+    if is_dtensor(param):
+        for dim, placement in enumerate(param.placements):
+            if placement.is_partial():
+                raise ValueError(
+                    f"FusedAdamS got a parameter of shape {tuple(param.shape)} with placements {param.placements}, "
+                    "wanted Shard and Replicate only: a partial sum is no weight. Redistribute it."
+                )
+            if not placement.is_replicate():  # torch's strided shards say no to is_shard()
+                groups.append(param.device_mesh.get_group(dim))
+    if over is not None:
+        groups.append(over.group)
+    return tuple(group for group in dict.fromkeys(groups) if group.size() > 1)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The memory of a DTensor that is here; any other tensor itself.
+
+    `to_local()` would make a new view of a parameter in each call, so that nothing could be recognised by identity.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    result: Tensor = tensor.full_tensor()
+    return result
+
+
+def local_grad(param: Any, grad: Any) -> Tensor:
+    """The gradient of what `local_tensor(param)` holds."""
+    if is_dtensor(param) != is_dtensor(grad):
+        raise RuntimeError(
+            f"FusedAdamS got a {type(grad).__name__} as the gradient of a {type(param).__name__} parameter of shape "
+            f"{tuple(param.shape)}, wanted both sharded or both not. Call zero_grad() after sharding a model."
+        )
+    if is_dtensor(grad) and (grad.placements != param.placements or grad.device_mesh != param.device_mesh):
+        # Sequence parallel layers leave partial sums, for instance.
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local_tensor(grad)
+
+
+def sharded_like(param: Any, local: Tensor) -> Tensor:
+    """What belongs to `local_tensor(param)`, as a shard of what belongs to `param`."""
+    if not is_dtensor(param):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def redistributed_like(param: Any, value: Any) -> Tensor:
+    """State that fits the parameter, here and on all ranks, as `local_tensor(param)` does."""
+    if is_dtensor(param) != is_dtensor(value):
+        raise ValueError(
+            f"The saved state of a parameter of shape {tuple(param.shape)} is a {type(value).__name__}, the "
+            f"parameter a {type(param).__name__}. Load it with set_optimizer_state_dict of "
+            "torch.distributed.checkpoint.state_dict, which shards it as the model is sharded."
+        )
+    if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
+        value = value.redistribute(param.device_mesh, param.placements)
+    return local_tensor(value)
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
