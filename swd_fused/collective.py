@@ -45,6 +45,14 @@ class Collective:
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
 
+    def largest(self, value: Tensor) -> Tensor:
+        """Of all ranks' values. Where shardings differ, what one group has found goes on to the next."""
+        for group in self._groups:
+            there = value.to(device_for(group, value), copy=True)
+            dist.all_reduce(there, dist.ReduceOp.MAX, group)
+            value = there.to(value.device)
+        return value
+
 
 class Reduction:
     """Sums on their way. Those over one group only travel at once; a second group waits for `finish`.

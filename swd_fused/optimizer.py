@@ -175,7 +175,7 @@ class FusedAdamS(Optimizer):
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
         active = self._active()
-        collective = self._whole_model.collective(self.param_groups, check=grad_sumsq is None)
+        collective = self.collective(check=grad_sumsq is None)
         if active.params or not collective.is_local:
             known = None
             if grad_sumsq is not None:
@@ -185,6 +185,10 @@ class FusedAdamS(Optimizer):
                 self._whole_model_sum = WholeModelSum()
             self._take_step(active, collective, known)
         return loss
+
+    def collective(self, check: bool = True) -> Collective:
+        """All-reduces over the ranks that share this optimizer's parameters."""
+        return self._whole_model.collective(self.param_groups, check)
 
     def _active(self) -> Active:
         active = Active([], [], [], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -41,7 +42,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
                 process.join()
     failures = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in sorted(answers.items()) if not succeeded]
     assert not failures, "\n".join(failures)
-    return [answer for _, (_, answer) in sorted(answers.items())]
+    return [pickle.loads(answer) for _, (_, answer) in sorted(answers.items())]
 
 
 @cache
@@ -90,7 +91,7 @@ def _on_rank(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         answer = function(*args)
         dist.barrier()
-        results.put((rank, True, answer))
+        results.put((rank, True, pickle.dumps(answer)))  # torch would send tensors as memory that dies with the rank
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

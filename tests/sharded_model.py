@@ -129,14 +129,14 @@ def defined(
     indices = [[i for i, p in enumerate(params) if (p.dim() > 1) == decaying] for decaying in (True, False)]
     groups = [Group(params=i, lr=LR, amsgrad=amsgrad, **options) for i, options in zip(indices, GROUPS, strict=True)]
     adams = definition([to_numpy(param) for param in params], groups, max_grad_norm)
-    for t in steps:
+    for count, t in enumerate(steps, steps.start):
         with torch.no_grad():
             for param, value in zip(params, adams.params, strict=True):
                 param.copy_(torch.from_numpy(value.astype(np.float64)))
         model.zero_grad()
         loss_of(model, t).backward()
         for group in groups:
-            group.lr = LR * lr_factor(t)
+            group.lr = LR * lr_factor(count)
         adams.step([None if param.grad is None else to_numpy(param.grad) for param in params])
         record.means.append(float(adams.exp_avg_sq_mean))
         record.grad_norms.append(float(adams.grad_norm))

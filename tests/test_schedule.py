@@ -59,6 +59,17 @@ def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> Non
     assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean
 
 
+def test_lagged_is_over_the_parameters_that_took_the_step_before(backend: str) -> None:
+    """Whichever have a gradient now: on shards the others cannot know, and one process does the same."""
+    shapes = [(20,), (30,), (7, 5)]
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, 12, torch.float64)
+    for t, step_grads in enumerate(grads):
+        step_grads[t % 3] = None  # type: ignore[call-overload]
+    reference = defined(params, grads, [{"params": range(3)}], MeanOfStepBefore, lr=0.1)
+    run(params, grads, FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend))
+    assert error(params, reference.params) < 1e-14
+
+
 def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, np.ndarray]:
     """The weights after training, and the effective weight decay of each step."""
     data = load_digits()
