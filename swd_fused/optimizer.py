@@ -16,20 +16,26 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from swd_fused import backends, known_sum, schedule
 from swd_fused.arguments import (
     check_adamw_weight_decay,
+    check_flags,
     check_grads,
     check_group,
     check_lr_value,
+    check_not_in_backward,
     check_options,
     check_param,
     check_total_numel,
+    checked_decay,
 )
 from swd_fused.bucket import Active, Arrangement, Bucket
-from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
+from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.collective import Collective
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
-from swd_fused.schedule import Hyper
+from swd_fused.loss_scale import LossScale
+from swd_fused.options import MASTER, Options
+from swd_fused.precision import check_precision, check_use_of_precision
+from swd_fused.schedule import Hyper, hyper_rows
 from swd_fused.sharding import ShardedOver, local_tensor, sharded_like
 from swd_fused.step import Number, exact, lagged, take_step
 from swd_fused.whole_model import WholeModel
@@ -41,6 +47,9 @@ ATTRIBUTES = (
     "total_numel",
     "backend",
     "grad_sumsq_provider",
+    "options",
+    "set_grad_none",
+    "skipped_steps",
     "_sharded_over",
     "exp_avg_sq_mean",
     "grad_norm",
@@ -70,9 +79,22 @@ class FusedAdamS(Optimizer):
         process_group: over which ranks to sum, where parameters are plain tensors that are shards or different from
             rank to rank. A group of parameters may have a `process_group` of its own. DTensors say so themselves.
         total_numel: number of elements of the whole model, where shards are padded.
-        backend: "cpu" (C++), "torch" (plain PyTorch, any device), or "auto", the best there is. `repr` tells which.
+        decay: "scheduled", the paper's; or for comparison with all else equal "decoupled", AdamW's, or "l2", Adam's.
+            With these `weight_decay` is what it is there, and the schedule is not used.
+        master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that small updates are not lost.
+        seed: of stochastic rounding. The same seed gives the same bits.
+        state_dtype: of the first moment, for example torch.bfloat16; by default float32, or float64 for float64.
+        exp_avg_sq_dtype: of the second moment. In bfloat16 it stalls: with a beta of 0.999 a step changes less of it
+            than it resolves.
+        skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
+        bias_correction, adam_w_mode, set_grad_none, capturable: as apex's FusedAdam has them. `adam_w_mode=False` is
+            `decay="l2"`. Steps on the "triton" backend can always be captured in a CUDA graph.
+        backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best there
+            is. `repr` tells which.
     """
 
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
     _arrangement: Arrangement | None
     _whole_model: WholeModel
     _whole_model_sum: WholeModelSum
@@ -93,10 +115,41 @@ class FusedAdamS(Optimizer):
         schedule: str = "exact",
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
+        decay: str = "scheduled",
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        state_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        skip_nonfinite: bool = False,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        set_grad_none: bool = True,
+        capturable: bool = False,
         backend: str = "auto",
     ) -> None:
         check_options(max_grad_norm, schedule, backend)
         check_total_numel(total_numel)
+        check_precision(master_weights, stochastic_rounding, seed, state_dtype, exp_avg_sq_dtype)
+        check_flags(
+            skip_nonfinite=skip_nonfinite,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            set_grad_none=set_grad_none,
+            capturable=capturable,
+        )
+        decay = checked_decay(decay, adam_w_mode, schedule, skip_nonfinite)
+        self.options = Options(
+            decay,
+            bias_correction,
+            master_weights,
+            seed if stochastic_rounding else None,
+            state_dtype,
+            exp_avg_sq_dtype,
+            skip_nonfinite,
+        )
+        self.set_grad_none = set_grad_none
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.max_grad_norm = max_grad_norm
         self.schedule = schedule
         self.total_numel = total_numel
@@ -125,6 +178,7 @@ class FusedAdamS(Optimizer):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
+        check_use_of_precision(self.options, [param.dtype for group in self.param_groups for param in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_group({**self.defaults, **param_group})
@@ -172,6 +226,7 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_not_in_backward(grad_sumsq)
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
         active = self._active()
@@ -190,15 +245,23 @@ class FusedAdamS(Optimizer):
         """All-reduces over the ranks that share this optimizer's parameters."""
         return self._whole_model.collective(self.param_groups, check)
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
     def _active(self) -> Active:
-        active = Active([], [], [], [])
+        active = Active([], [], [], [], [])
+        first = 0
         for index, group in enumerate(self.param_groups):
             check_group(group)
             params = group["params"]
             grads = [param.grad for param in params]
+            numbers: Iterable[int] = range(first, first + len(params))
+            first += len(params)
             if not all(map(is_not, grads, repeat(None))):
+                numbers = [number for number, grad in zip(numbers, grads, strict=True) if grad is not None]
                 params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
+            active.numbers.extend(numbers)
             active.group_indices.extend([index] * len(params))
             active.params.extend(params)
             active.grads.extend(grads)
@@ -212,46 +275,63 @@ class FusedAdamS(Optimizer):
         if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
             check_grads(active.params, active.grads)
             first = not any(active.states)
-            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
+            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[1:3], strict=True)])
             self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
         buckets = self._arrangement.buckets
-        use_lagged = self.schedule == "lagged" and not (first and collective.is_local)
+        loss_scale = LossScale(
+            getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.options.skip_nonfinite
+        )
+        use_lagged = self._needs_one_pass() and not (first and collective.is_local)
         took_last_step = (before or self._arrangement).buckets if use_lagged else []
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
 
         def number() -> Number:
             """All ranks come to the same branch, whatever gradients and state each of them has."""
             if known is not None:
-                return self._known_number(known, active, buckets, collective)
+                return self._known_number(known, active, buckets, collective, loss_scale)
             if not use_lagged:
-                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads))
+                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads), loss_scale)
             if not collective.is_local:
-                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads))
+                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads), loss_scale)
             for bucket in took_last_step:
                 bucket.set_hyper(self.param_groups)
-            return lagged(took_last_step, collective, self.total_numel)
+            return lagged(took_last_step, collective, self.total_numel, loss_scale)
 
         alone = len(buckets) == 1 and collective.is_local and known is None and self.total_numel is None
         alone = alone and before_update is None and (not use_lagged or took_last_step is buckets)
         try:
             for bucket in buckets:
                 bucket.begin_step(active.grads, self.param_groups)
-            result = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged) if alone else None
-            self.exp_avg_sq_mean, self.grad_norm = result or take_step(buckets, number, before_update)
+            fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, loss_scale) if alone else None
+            result = fused or take_step(buckets, number, loss_scale, before_update)
+            self.exp_avg_sq_mean, self.grad_norm, skip = result
+            if skip is not None and loss_scale.may_skip:
+                self.skipped_steps = self.skipped_steps.to(skip.device) + skip.to(torch.int64)
             if use_lagged and not collective.is_local:
-                self._lagged_sums.leave(buckets, collective)
+                self._lagged_sums.leave(buckets, collective, loss_scale)
         finally:
             for bucket in buckets:
                 bucket.end_step()
-        self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
+        if self.options.decay == "scheduled":
+            self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
 
-    def _known_number(self, known: Known, active: Active, buckets: list[Bucket], collective: Collective) -> Number:
+    def _needs_one_pass(self) -> bool:
+        """Whether nothing of this step's gradients must be known before the update."""
+        if self.options.decay == "scheduled":
+            return self.schedule == "lagged"
+        return self.max_grad_norm is None and not self.options.skip_nonfinite
+
+    def _known_number(
+        self, known: Known, active: Active, buckets: list[Bucket], collective: Collective, loss_scale: LossScale
+    ) -> Number:
         if known.numel is None:
-            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel)
+            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
         for bucket in buckets:
             bucket.need_no_sums()
         beta2 = self.param_groups[0]["betas"][1]
-        return self._whole_model_sum.number(known, active.params, beta2, self.max_grad_norm, self._sums_of_state)
+        return self._whole_model_sum.number(
+            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, self._sums_of_state
+        )
 
     def _sums_of_state(self) -> tuple[Tensor, Tensor]:
         """Over all state, since wrappers show one group at a time."""
@@ -266,24 +346,27 @@ class FusedAdamS(Optimizer):
             backend, _ = self._backend_of(param)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for key in ("exp_avg", "exp_avg_sq"):
-                moment = backend.new_moment(local_tensor(param), moment_dtype(param.dtype), param.device)
-                state[key] = sharded_like(param, moment)
+                dtype = self.options.moment_dtype(key, param.dtype)
+                state[key] = sharded_like(param, backend.new_moment(local_tensor(param), dtype, param.device))
         for key in MOMENTS:
-            if key in state:  # wider where the parameter has become so: the update is computed in the moments' dtype
-                state[key] = state[key].to(torch.promote_types(state[key].dtype, param.dtype))
+            if key in state:  # wider where the parameter has become so
+                state[key] = state[key].to(self.options.kept_dtype(key, state[key].dtype, param.dtype))
         if self.param_groups[group_index]["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        if self.options.needs_master(param.dtype) and MASTER not in state:
+            state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state
 
     def _arrange(self, active: Active, amsgrads: list[bool]) -> list[Bucket]:
         positions = defaultdict(list)
-        for position, (index, param) in enumerate(zip(*active[:2], strict=True)):
+        for position, (index, param) in enumerate(zip(*active[1:3], strict=True)):
             backend, _ = self._backend_of(param)
             sharding = self._whole_model.sharding_of(param, self.param_groups[index])
-            positions[backend, param.device, amsgrads[index], sharding].append(position)
+            has_master = self.options.needs_master(param.dtype)
+            positions[backend, param.device, amsgrads[index], has_master, sharding].append(position)
         return [
-            Bucket(backend, amsgrad, where, active, sharding)
-            for (backend, _, amsgrad, sharding), where in positions.items()
+            Bucket(backend, amsgrad, has_masters, where, active, self.options, sharding)
+            for (backend, _, amsgrad, has_masters, sharding), where in positions.items()
         ]
 
     # --- Weight decay, for people who think in AdamW's
@@ -293,7 +376,8 @@ class FusedAdamS(Optimizer):
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        hyper = Hyper(self.param_groups, self.exp_avg_sq_mean.device)
+        rows = hyper_rows(self.param_groups, self.options.decay, self.options.bias_correction)
+        hyper = Hyper(rows, self.exp_avg_sq_mean.device)
         hyper.set_tensor_lrs(self.param_groups)
         decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
         return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
@@ -304,7 +388,7 @@ class FusedAdamS(Optimizer):
         Sets `weight_decay` in each group that decays at all: at once from the last step's mean, if there is one, and
         exactly in the next step, which knows its own mean and waits for the device this once.
         """
-        check_adamw_weight_decay(weight_decay)
+        check_adamw_weight_decay(weight_decay, self.options.decay)
         self._adamw_weight_decay = weight_decay
         if 0 < self.exp_avg_sq_mean < math.inf:
             self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
@@ -331,11 +415,13 @@ class FusedAdamS(Optimizer):
 
     def __repr__(self) -> str:
         chosen = {self._backend_of(param)[1]: None for group in self.param_groups for param in group["params"]}
-        options = {
+        options: dict[str, object] = {
             "backend": " and ".join(chosen),
             "schedule": self.schedule,
             "max_grad_norm": self.max_grad_norm,
         }
+        asked_for = self.options._asdict().items() - Options()._asdict().items()
+        options.update(sorted(asked_for))
         lines = [f"{name}: {value}" for name, value in options.items()]
         return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
 
@@ -355,12 +441,12 @@ class FusedAdamS(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         saved = saved_by_param(self.param_groups, state_dict)
         groups = [
-            loaded_group(own, saved_group)
+            loaded_group(own, saved_group, self.options)
             for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True)
         ]
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for param, values in saved.items():
-            state[param] = loaded_state(param, values, self._backend_of(param)[0])
+            state[param] = loaded_state(param, values, self._backend_of(param)[0], self.options)
         self.__setstate__({"state": state, "param_groups": groups})
         self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

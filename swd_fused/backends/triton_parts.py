@@ -63,6 +63,7 @@ class Dtypes(NamedTuple):
     grad: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
+    weight: torch.dtype  # of what is updated: masters, or parameters themselves
 
     @property
     def compute(self) -> torch.dtype:
