@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from .gpu_code.ptx_emulator import AccessError, Kernel, Memory, Statistics
+from .gpu_code.ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics
 from .gpu_code.ptx_rounding import fma
 from .gpu_code.ptx_types import bf16_bits, bf16_values
 
@@ -147,6 +147,79 @@ def test_a_barrier_among_programs_opens_in_any_order_and_again_in_the_next_launc
         results.append(memory.get(out, n, np.float32))
     np.testing.assert_array_equal(*results)
     np.testing.assert_allclose(results[0], x / x.astype(np.float64).mean(), rtol=1e-6)
+
+
+@triton.jit
+def lane_sums_kernel(out, x, partials, arrivals, WITH_BARRIER: tl.constexpr, BLOCK: tl.constexpr):
+    """As above, but every thread leaves a partial sum, so that the program's own barriers matter as well."""
+    pid = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    tl.store(partials + pid * BLOCK + i, tl.load(x + pid * BLOCK + i))
+    if WITH_BARRIER:
+        tl.debug_barrier()
+    before = tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+    target = (before // tl.num_programs(0) + 1) * tl.num_programs(0)
+    while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < target:
+        pass
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for program in range(tl.num_programs(0)):
+        sums += tl.load(partials + program * BLOCK + i)
+    tl.store(out + pid * BLOCK + i, sums)
+
+
+def run_lane_sums(arch: int, old: str = "", new: str = "", with_barrier: bool = True, seed: int | None = None) -> None:
+    """With a change to the PTX, if any."""
+    block, programs = 256, 4
+    types = {"out": "*fp32", "x": "*fp32", "partials": "*fp32", "arrivals": "*i64"}
+    kernel = compiled(lane_sums_kernel, arch, **types, WITH_BARRIER=int(with_barrier), BLOCK=block)
+    ptx = kernel.asm["ptx"]
+    assert old in ptx
+    x = np.random.default_rng(0).integers(0, 100, (programs, block)).astype(np.float32)
+    memory = Memory()
+    out, x_at, partials = memory.put(np.zeros_like(x)), memory.put(x, writable=False), memory.put(np.zeros_like(x))
+    args = [out, x_at, partials, memory.put(np.zeros(1, np.int64))]
+    for _ in range(2):
+        Kernel(ptx.replace(old, new)).run(memory, args, programs, 128, kernel.metadata.shared, seed, find_races=True)
+        sums = memory.get(out, x.size, np.float32).reshape(x.shape)
+        np.testing.assert_array_equal(sums, np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_no_race_is_found_where_a_grid_barrier_stands_between(arch: int, seed: int | None) -> None:
+    run_lane_sums(arch, seed=seed)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("order", [".release", ".acquire"])
+def test_a_race_is_found_when_the_compiled_barrier_loses_an_order(arch: int, order: str) -> None:
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(arch, old=order, new=".relaxed")
+
+
+def test_a_race_is_found_when_the_order_does_not_reach_other_programs() -> None:
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(90, old=".gpu.release", new=".cta.release")
+
+
+def test_a_race_is_found_when_a_program_does_not_gather_before_it_arrives() -> None:
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(90, with_barrier=False)
+
+
+def test_a_race_is_found_when_one_program_overwrites_what_another_reads() -> None:
+    ptx = hand_written(
+        """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        ld.global.b32 %r2, [%rd1];
+        @%p1 st.global.b32 [%rd1], %r1;
+        """
+    )
+    memory = Memory()
+    at = memory.put(np.zeros(1, np.uint32))
+    with pytest.raises(RaceError, match="overwrites what program 0"):
+        Kernel(ptx).run(memory, [at], programs=2, threads=32, find_races=True)
 
 
 def test_other_seeds_interleave_programs_otherwise() -> None:

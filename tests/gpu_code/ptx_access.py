@@ -40,9 +40,11 @@ def compile_load(instruction: Instruction, operands: Operands) -> Execute:
         else:
             bank = state.memory
             if synchronising:
-                count_synchronising(state, lanes, instruction)
+                synchronise(state, lanes, at, instruction)
             else:
                 state.statistics.loads.count(state.warp[lanes], at, size)
+                if state.races:
+                    state.races.read(state.lane[lanes], at, size, instruction)
         for i, write in enumerate(writes):
             write(state, lanes, raw.values(bank.load(at, kind.width, i)))
 
@@ -80,9 +82,11 @@ def compile_store(instruction: Instruction, operands: Operands) -> Execute:
         else:
             bank = state.memory
             if synchronising:
-                count_synchronising(state, lanes, instruction)
+                synchronise(state, lanes, at, instruction)
             else:
                 state.statistics.stores.count(state.warp[lanes], at, size)
+                if state.races:
+                    state.races.write(state.lane[lanes], at, size, instruction)
         for i, read in enumerate(reads):
             bank.store(at, kind.width, i, read(state, lanes))
 
@@ -116,10 +120,11 @@ def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     def execute(state: State, lanes: Lanes) -> None:
         at = address(state, lanes)
         check(state, lanes, at, size, READABLE | WRITABLE, space, instruction)
-        count_synchronising(state, lanes, instruction)
         bank = state.memory
         if space == "shared":
             bank, at = state.shared, at + state.shared_base[lanes]
+        else:
+            synchronise(state, lanes, at, instruction)
         sources = [np.broadcast_to(read(state, lanes), at.shape) for read in reads]
         first, second = sources[0], sources[-1]
         old_values = np.zeros(at.size, UNSIGNED[kind.width])
@@ -135,8 +140,11 @@ def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     return execute
 
 
-def count_synchronising(state: State, lanes: Lanes, instruction: Instruction) -> None:
+def synchronise(state: State, lanes: Lanes, at: Array, instruction: Instruction) -> None:
     state.statistics.synchronising[instruction.opcode] += np.unique(state.warp[lanes]).size
+    if state.races:
+        for lane, address in zip(state.lane[lanes], at, strict=True):
+            state.races.synchronise(lane, int(address), instruction)
 
 
 def check(state: State, lanes: Lanes, at: Array, size: int, right: int, space: str, instruction: Instruction) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .ptx_memory import Bank, Memory, Statistics
 from .ptx_parser import Code
+from .ptx_races import Races
 from .ptx_types import SIGNED, UNSIGNED, Array, Type
 
 WARP = 32
@@ -29,6 +30,7 @@ class State:
         self.shared_size = code.static_shared_bytes + shared
         self.shared = Bank(programs * self._shared_stride())
         self.statistics = Statistics()
+        self.races: Races | None = None
         self.registers = [np.zeros(n, bool if width == 1 else UNSIGNED[width]) for width in code.registers.values()]
         self.lane = np.arange(n)
         self.warp = self.lane // WARP
