@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -16,7 +17,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from .gpu_code.ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics
 from .gpu_code.ptx_rounding import fma
-from .gpu_code.ptx_types import bf16_bits, bf16_values
+from .gpu_code.ptx_types import bf16_bits, bf16_values, f16_bits
 
 ARCHITECTURES = [80, 90, 100]
 
@@ -91,6 +92,52 @@ def test_a_wide_load_of_a_misaligned_array_stops_the_run(arch: int) -> None:
     assert set(statistics.loads.requests_of_width) == {128}
     with pytest.raises(AccessError, match="misaligned: 16 bytes"):
         run(kernel, memory, [out, shifted], programs=1)
+
+
+@triton.jit
+def reduce_kernel(out, x, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    values = tl.load(x + i, mask=i < n, other=0)
+    tl.store(out, tl.sum(values))
+    tl.store(out + 1, tl.max(values))
+    tl.store(out + 2, tl.sum(values * values))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("warps", [1, 4, 8])
+@pytest.mark.parametrize(("kind", "dtype"), [("fp32", np.float32), ("fp64", np.float64), ("i32", np.int32)])
+def test_sums_and_maxima_over_all_threads_equal_numpy(arch: int, warps: int, kind: str, dtype: type) -> None:
+    """Of small whole numbers, whose sums are exact in any order."""
+    x = np.random.default_rng(0).integers(-100, 1000, 1000).astype(dtype)
+    memory = Memory()
+    out, x_at = memory.put(np.zeros(3, dtype)), memory.put(x, writable=False)
+    kernel = compiled(reduce_kernel, arch, warps, out=f"*{kind}", x=f"*{kind}", n="i32", BLOCK=1024)
+    run(kernel, memory, [out, x_at, 1000], programs=1)
+    np.testing.assert_array_equal(memory.get(out, 3, dtype), [x.sum(), x.max(), (x * x).sum()])
+
+
+@triton.jit
+def two_widths_kernel(narrow, wide, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(tl.multiple_of(narrow + i, 16)).to(tl.float32)
+    y = tl.load(tl.multiple_of(wide + i, 16))
+    tl.store(tl.multiple_of(narrow + i, 16), (x - y).to(narrow.dtype.element_ty))
+    tl.store(tl.multiple_of(wide + i, 16), x + y)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_narrow_and_wide_numbers_side_by_side_equal_numpy(arch: int, kind: str) -> None:
+    """sm_100 has instructions on both at once; one layout serves both widths, by way of shared memory or not."""
+    x, y = np.random.default_rng(0).standard_normal((2, 4096)).astype(np.float32)
+    encode, decode = (bf16_bits, bf16_values) if kind == "bf16" else (f16_bits, lambda b: b.view(np.float16))
+    x_bits = encode(x)
+    x = decode(x_bits).astype(np.float32)
+    memory = Memory()
+    narrow, wide = memory.put(x_bits), memory.put(y)
+    run(compiled(two_widths_kernel, arch, narrow=f"*{kind}", wide="*fp32", BLOCK=2048), memory, [narrow, wide], 2)
+    np.testing.assert_array_equal(memory.get(narrow, 4096, np.uint16), encode(x - y))
+    np.testing.assert_array_equal(memory.get(wide, 4096, np.float32), x + y)
 
 
 def test_sectors_tell_a_stride_from_neighbours() -> None:
@@ -442,6 +489,10 @@ def one_result(body: str, dtype: type = np.uint32) -> np.generic:
         ("setp.lt.and.s32 %p1|%p2, -1, 1, %p3; selp.b32 %r1, 1, 0, %p2;", 0),
         ("mov.b32 %r2, 0x3F803F80; mov.b32 %r3, 0x40004040; fma.rn.bf16x2 %r1, %r2, %r3, %r2;", 0x40404080),
         ("mov.b32 %r2, 0x3C003C00; add.f16x2 %r1, %r2, %r2;", 0x40004000),
+        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; sub.rn.f32.bf16 %r1, %rs1, %r2;", 0x40000000),
+        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; fma.rn.f32.bf16 %r1, %rs1, %rs1, %r2;", 0x41200000),
+        ("mov.b32 %r2, 0f3F800000; max.f32 %r1, %r2, 0f40000000, 0f40400000;", 0x40400000),
+        ("mov.u32 %r2, %laneid; redux.sync.max.u32 %r1, %r2, -1;", 31),
         ("mov.u32 %r2, %laneid; shfl.sync.up.b32 %r1, %r2, 31, 0, -1;", 0),
     ],
 )
@@ -463,9 +514,17 @@ def test_an_instruction_on_64_bits_does_what_its_manual_says(body: str, expected
     assert one_result(body, np.uint64) == expected
 
 
-@pytest.mark.parametrize("body", ["add.rz.f32 %r1, %r1, %r1;", "wgmma.fence.sync.aligned;", "bar.sync 1;"])
+@pytest.mark.parametrize(
+    "body", ["add.rz.f32 %r1, %r1, %r1;", "wgmma.fence.sync;", "bar.sync 1;", "add.s32 %r1, %r1, %r2, %r3;"]
+)
 def test_what_is_not_known_is_refused_before_the_run(body: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"\.rz|wgmma|bar\.sync 1"):
+    with pytest.raises(NotImplementedError, match=re.escape(body.rstrip(";"))):
+        Kernel(hand_written(body))
+
+
+@pytest.mark.parametrize("body", ["add.f32 %rs1, %r1, %r1;", "add.f32 %r1, %rs1, %r1;", "add.f16 %r1, %rs1, %rs1;"])
+def test_a_register_of_the_wrong_width_is_refused_before_the_run(body: str) -> None:
+    with pytest.raises(ValueError, match="bits and cannot"):
         Kernel(hand_written(body))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from .ptx_memory import READABLE, WRITABLE, AccessError
 from .ptx_parser import Instruction, elements
 from .ptx_state import Execute, Lanes, Operands, State
-from .ptx_types import TYPES, UNSIGNED, Array, Type, types_in
+from .ptx_types import TYPES, UNSIGNED, Array, Type, type_of
 
 SYNCHRONISING = {"acquire", "release", "acq_rel", "relaxed", "volatile"}
 SPACES = {"global", "shared", "shared::cta", "param", "local", "const"}
@@ -22,9 +22,9 @@ def space_of(instruction: Instruction) -> str:
 
 
 def compile_load(instruction: Instruction, operands: Operands) -> Execute:
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     raw = TYPES[f"{'s' if kind.kind == 'signed' else 'b'}{kind.width}"]
-    writes = [operands.write(r, raw) for r in elements(instruction.operands[0])]
+    writes = [operands.write(r, raw, wider=True) for r in elements(instruction.operands[0])]
     space = space_of(instruction)
     if space == "param":
         return _load_parameter(instruction, operands, raw, writes)
@@ -66,9 +66,9 @@ def _load_parameter(instruction: Instruction, operands: Operands, raw: Type, wri
 
 
 def compile_store(instruction: Instruction, operands: Operands) -> Execute:
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     raw = TYPES[f"b{kind.width}"]
-    reads = [operands.read(r, raw) for r in elements(instruction.operands[1])]
+    reads = [operands.read(r, raw, wider=True) for r in elements(instruction.operands[1])]
     address = operands.address(instruction.operands[0])
     size = kind.width // 8 * len(reads)
     space = space_of(instruction)
@@ -107,7 +107,7 @@ ATOMIC = {
 
 def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     """atom and red. Lanes take their turns in order, as some order is all that a GPU promises."""
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     returns = instruction.base == "atom"
     write = operands.write(instruction.operands[0], kind) if returns else None
     where, *sources = instruction.operands[1:] if returns else instruction.operands

@@ -18,24 +18,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .ptx_access import compile_atomic, compile_load, compile_store
+from .ptx_bits import compile_bit_field, compile_funnel_shift, compile_logic, compile_permute, compile_shift
 from .ptx_compute import (
     BINARY,
     UNARY,
     compile_binary,
-    compile_bit_field,
     compile_compare,
     compile_convert,
     compile_divide,
-    compile_funnel_shift,
-    compile_logic,
     compile_move,
     compile_multiply,
     compile_nothing,
-    compile_permute,
     compile_policy,
     compile_select,
-    compile_shift,
-    compile_shuffle,
     compile_unary,
 )
 from .ptx_memory import AccessError, Memory, Statistics
@@ -44,6 +39,7 @@ from .ptx_races import RaceError, Races
 from .ptx_scheduler import Scheduler, Step
 from .ptx_state import WARP, Execute, Operands, State
 from .ptx_types import TYPES, Array
+from .ptx_warp import compile_shuffle, compile_warp_reduction
 
 __all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics"]
 
@@ -68,6 +64,7 @@ COMPILERS: dict[str, Compiler] = {
     "selp": compile_select,
     "cvt": compile_convert,
     "shfl": compile_shuffle,
+    "redux": compile_warp_reduction,
     "createpolicy": compile_policy,
 }
 

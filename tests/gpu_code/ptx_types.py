@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -98,4 +97,12 @@ TYPES = _types()
 
 def types_in(opcode: str) -> list[Type]:
     """The types that an opcode names, in order: cvt.rn.bf16x2.f32 has two."""
-    return [TYPES[part] for part in re.split(r"\.", opcode)[1:] if part in TYPES]
+    return [TYPES[part] for part in opcode.split(".")[1:] if part in TYPES]
+
+
+def type_of(opcode: str) -> Type:
+    """The only one: an instruction on two types must not be read as one on the last."""
+    types = types_in(opcode)
+    if len(types) != 1:
+        raise NotImplementedError(f"{opcode}: one type is wanted, it names {[t.name for t in types]}")
+    return types[0]
