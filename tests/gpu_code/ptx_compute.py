@@ -1,7 +1,8 @@
 """Instructions that only calculate. Each compiler returns a function of the state and the executing lanes.
 
 Approximate division, square root, reciprocal, exponential and logarithm are taken as correctly rounded: a GPU may be an
-ulp or two away. `.ftz` flushes as on the GPU. A rounding other than to nearest is refused rather than ignored.
+ulp or two away. `.ftz` flushes as on the GPU. A rounding that is not known is refused rather than
+ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 
 from .ptx_parser import Instruction, elements
-from .ptx_rounding import flush_subnormals, fma
+from .ptx_rounding import add_round_to_odd, flush_subnormals, fma
 from .ptx_state import Execute, Lanes, Operands, State
-from .ptx_types import SIGNED, TYPES, UNSIGNED, Array, Type, type_of, types_in
+from .ptx_types import SIGNED, TYPES, UNSIGNED, Array, Type, truncate_to_float32, type_of, types_in
 
 Calculate = Callable[..., Array]
 
@@ -73,14 +74,27 @@ COMPARE: dict[str, Calculate] = {
 TO_INTEGRAL: dict[str, Calculate] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-def refuse_other_roundings(instruction: Instruction) -> None:
-    if not {"rz", "rm", "rp", "rna", "sat", "relu"}.isdisjoint(instruction.parts):
+EXACT_OR_ODD: dict[str, Calculate] = {
+    "add": lambda a, b: add_round_to_odd(a.astype(np.float64), b.astype(np.float64)),
+    "sub": lambda a, b: add_round_to_odd(a.astype(np.float64), -b.astype(np.float64)),
+    "mul": lambda a, b: a.astype(np.float64) * b.astype(np.float64),
+    "fma": fma,
+}
+
+
+def rounded_as_asked(instruction: Instruction, calculate: Calculate) -> Calculate:
+    """To nearest even is what NumPy and the types do; toward zero is known for fp32; anything else is refused."""
+    asked = {"rz", "rm", "rp", "rna", "sat", "relu"}.intersection(instruction.parts)
+    if not asked:
+        return calculate
+    if asked != {"rz"} or instruction.base not in EXACT_OR_ODD or type_of(instruction.opcode).name != "f32":
         raise NotImplementedError(f"only rounding to nearest even is known: {instruction.text}")
+    return lambda *sources: truncate_to_float32(EXACT_OR_ODD[instruction.base](*sources))
 
 
 def apply(instruction: Instruction, operands: Operands, calculate: Calculate, *kinds: Type) -> Execute:
     """The first of `kinds` is the result's, the others are those of the sources."""
-    refuse_other_roundings(instruction)
+    calculate = rounded_as_asked(instruction, calculate)
     wider = instruction.base == "cvt"
     write = operands.write(instruction.operands[0], kinds[0], wider=wider)
     sources = instruction.operands[1:]
