@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from fractions import Fraction
@@ -273,6 +274,32 @@ def test_a_race_is_found_when_a_program_does_not_gather_before_it_arrives() -> N
         run_lane_sums(90, with_barrier=False)
 
 
+def test_a_race_is_found_when_something_is_written_after_the_release() -> None:
+    ptx = hand_written(
+        """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        @%p1 bra $wait;
+        BEFORE
+        red.global.gpu.release.add.u32 [%rd1], 1;
+        AFTER
+        bra.uni $done;
+    $wait:
+        ld.global.gpu.acquire.b32 %r2, [%rd1];
+        setp.ne.b32 %p2, %r2, 32;
+        @%p2 bra $wait;
+        ld.global.b32 %r3, [%rd1 + 4];
+    $done:
+        """
+    )
+    store = "st.global.b32 [%rd1 + 4], %r1;"
+    for before, after in ((store, ""), ("", store)):
+        memory = Memory()
+        kernel = Kernel(ptx.replace("BEFORE", before).replace("AFTER", after))
+        with pytest.raises(RaceError) if after else contextlib.nullcontext():
+            kernel.run(memory, [memory.put(np.zeros(2, np.uint32))], programs=2, threads=32, find_races=True)
+
+
 def test_a_race_is_found_when_one_program_overwrites_what_another_reads() -> None:
     ptx = hand_written(
         """
@@ -424,9 +451,9 @@ def test_a_fused_multiply_add_rounds_once(dtype: type) -> None:
     a, b = rng.standard_normal((2, 2000)).astype(dtype)
     c = (-a.astype(np.float64) * b * rng.choice([1.0, 1e-3, 1e3, 1 + 1e-12], 2000)).astype(dtype)
     digits = np.finfo(dtype).nmant
-    # c decides on which side of halfway the product lies, far below what rounding twice can see
-    a[:4], b[:4] = 1 + 2.0**-digits, 1 + 2.0 ** -(digits // 2 + 1)
-    a[:2], b[:2], c[:4] = 1 + dtype(2.0 ** -(digits - 1)), 0.5 + 2.0**-digits / 4, [2.0**-80, -(2.0**-80)] * 2
+    # Products that end exactly halfway, where c far below decides; then sums of the same kind.
+    a[:4], b[:4] = 1 + 2.0 ** -((digits + 1) // 2), 1 + 2.0 ** -(digits + 1 - (digits + 1) // 2)
+    a[2:4], c[:4] = -a[2:4], [2.0**-120, -(2.0**-120)] * 2
     a[4:8], b[4:8], c[4:8] = 1, [1, 1, -1, -1], np.array([1, -1, 1, -1]) * 2.0 ** -(digits + 1) * (1 + 2.0**-20)
     tiny = np.finfo(dtype).tiny
     a[8:40] = tiny * rng.standard_normal(32)
@@ -470,7 +497,7 @@ def hand_written(body: str) -> str:
 
 
 def one_result(body: str, dtype: type = np.uint32) -> np.generic:
-    """What the body leaves in %r1, or in %rd2 for eight bytes."""
+    """What the body leaves in %r1 of the last lane, or in %rd2 for eight bytes."""
     memory = Memory()
     at = memory.put(np.zeros(1, dtype))
     register = "st.global.b64 [%rd1], %rd2;" if np.dtype(dtype).itemsize == 8 else "st.global.b32 [%rd1], %r1;"
@@ -515,6 +542,9 @@ def one_result(body: str, dtype: type = np.uint32) -> np.generic:
         ("mov.b32 %r2, 0f3F800000; add.rz.f32 %r1, %r2, 0f33C00000;", 0x3F800000),
         ("mov.b32 %r2, 0f3F800001; fma.rz.f32 %r1, %r2, %r2, 0f80000000;", 0x3F800002),
         ("mov.u32 %r2, %laneid; redux.sync.max.u32 %r1, %r2, -1;", 31),
+        ("mov.u32 %r2, %laneid; shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;", 30),
+        ("mov.u32 %r2, %laneid; shfl.sync.down.b32 %r1, %r2, 1, 31, -1;", 31),
+        ("mov.u32 %r2, %laneid; shfl.sync.idx.b32 %r1, %r2, 5, 0x181F, -1;", 29),
         ("mov.u32 %r2, %laneid; shfl.sync.up.b32 %r1, %r2, 31, 0, -1;", 0),
     ],
 )
