@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -217,13 +218,12 @@ def test_a_barrier_among_programs_opens_in_any_order_and_again_in_the_next_launc
 
 
 @triton.jit
-def lane_sums_kernel(out, x, partials, arrivals, WITH_BARRIER: tl.constexpr, BLOCK: tl.constexpr):
+def lane_sums_kernel(out, x, partials, arrivals, BLOCK: tl.constexpr):
     """As above, but every thread leaves a partial sum, so that the program's own barriers matter as well."""
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     tl.store(partials + pid * BLOCK + i, tl.load(x + pid * BLOCK + i))
-    if WITH_BARRIER:
-        tl.debug_barrier()
+    tl.debug_barrier()
     before = tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
     target = (before // tl.num_programs(0) + 1) * tl.num_programs(0)
     while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < target:
@@ -234,19 +234,17 @@ def lane_sums_kernel(out, x, partials, arrivals, WITH_BARRIER: tl.constexpr, BLO
     tl.store(out + pid * BLOCK + i, sums)
 
 
-def run_lane_sums(arch: int, old: str = "", new: str = "", with_barrier: bool = True, seed: int | None = None) -> None:
-    """With a change to the PTX, if any."""
+def run_lane_sums(arch: int, change: Callable[[str], str] = lambda ptx: ptx, seed: int | None = None) -> None:
     block, programs = 256, 4
     types = {"out": "*fp32", "x": "*fp32", "partials": "*fp32", "arrivals": "*i64"}
-    kernel = compiled(lane_sums_kernel, arch, **types, WITH_BARRIER=int(with_barrier), BLOCK=block)
-    ptx = kernel.asm["ptx"]
-    assert old in ptx
+    kernel = compiled(lane_sums_kernel, arch, **types, BLOCK=block)
+    ptx = change(kernel.asm["ptx"])
     x = np.random.default_rng(0).integers(0, 100, (programs, block)).astype(np.float32)
     memory = Memory()
     out, x_at, partials = memory.put(np.zeros_like(x)), memory.put(x, writable=False), memory.put(np.zeros_like(x))
     args = [out, x_at, partials, memory.put(np.zeros(1, np.int64))]
     for _ in range(2):
-        Kernel(ptx.replace(old, new)).run(memory, args, programs, 128, kernel.metadata.shared, seed, find_races=True)
+        Kernel(ptx).run(memory, args, programs, 128, kernel.metadata.shared, seed, find_races=True)
         sums = memory.get(out, x.size, np.float32).reshape(x.shape)
         np.testing.assert_array_equal(sums, np.broadcast_to(x.sum(0), x.shape))
 
@@ -261,17 +259,21 @@ def test_no_race_is_found_where_a_grid_barrier_stands_between(arch: int, seed: i
 @pytest.mark.parametrize("order", [".release", ".acquire"])
 def test_a_race_is_found_when_the_compiled_barrier_loses_an_order(arch: int, order: str) -> None:
     with pytest.raises(RaceError, match="no order between them"):
-        run_lane_sums(arch, old=order, new=".relaxed")
+        run_lane_sums(arch, lambda ptx: ptx.replace(order, ".relaxed"))
 
 
 def test_a_race_is_found_when_the_order_does_not_reach_other_programs() -> None:
     with pytest.raises(RaceError, match="no order between them"):
-        run_lane_sums(90, old=".gpu.release", new=".cta.release")
+        run_lane_sums(90, lambda ptx: ptx.replace(".gpu.release", ".cta.release"))
 
 
 def test_a_race_is_found_when_a_program_does_not_gather_before_it_arrives() -> None:
+    def without_barrier_before_arrival(ptx: str) -> str:
+        before, release, after = ptx.partition(".release")
+        return re.sub(r"bar\.sync\s+0;", "", before) + release + after
+
     with pytest.raises(RaceError, match="no order between them"):
-        run_lane_sums(90, with_barrier=False)
+        run_lane_sums(90, without_barrier_before_arrival)
 
 
 def test_a_race_is_found_when_something_is_written_after_the_release() -> None:
