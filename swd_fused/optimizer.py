@@ -29,6 +29,7 @@ from swd_fused.arguments import (
 from swd_fused.bucket import Active, Arrangement, Bucket
 from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.collective import Collective
+from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
@@ -157,6 +158,7 @@ class FusedAdamS(Optimizer):
         self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         self._sharded_over = ShardedOver.checked(process_group)
         self._adamw_weight_decay: float | None = None
+        self._handle = new_handle(self)
         self._decay_warning = DecayWarning()
         self._lagged_sums = LaggedSums()
         self._forget()
@@ -226,20 +228,45 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.compiler.is_compiling() and grad_sumsq is None:
+            self._step_within_a_graph()
+            return loss
         check_not_in_backward(grad_sumsq)
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
-        active = self._active()
+        grads = [param.grad for param in self.numbered_params()]
         collective = self.collective(check=grad_sumsq is None)
-        if active.params or not collective.is_local:
-            known = None
-            if grad_sumsq is not None:
-                is_lagged = self.schedule == "lagged"
-                known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
-            else:
-                self._whole_model_sum = WholeModelSum()
-            self._take_step(active, collective, known)
+        known = None
+        if grad_sumsq is not None:
+            is_lagged = self.schedule == "lagged"
+            known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
+        self._step(grads, collective, known)
         return loss
+
+    def _step_within_a_graph(self) -> None:
+        """Only what torch.compile can follow: which parameters have gradients."""
+        params, grads, numbers = [], [], []
+        for number, param in enumerate(self.numbered_params()):
+            if param.grad is not None:
+                params.append(param)
+                grads.append(param.grad)
+                numbers.append(number)
+        optimizer_step(params, grads, numbers, self._handle)
+
+    def step_with(self, grads: dict[int, Tensor]) -> None:
+        """What a graph comes back to."""
+        self._step([grads.get(number) for number in range(len(self.numbered_params()))], self.collective(), None)
+
+    def numbered_params(self) -> list[Tensor]:
+        """All parameters, in the order of their groups."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
+        active = self._active(grads)
+        if known is None:
+            self._whole_model_sum = WholeModelSum()
+        if active.params or not collective.is_local:
+            self._take_step(active, collective, known)
 
     def collective(self, check: bool = True) -> Collective:
         """All-reduces over the ranks that share this optimizer's parameters."""
@@ -248,13 +275,13 @@ class FusedAdamS(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _active(self) -> Active:
+    def _active(self, all_grads: list[Tensor | None]) -> Active:
         active = Active([], [], [], [], [])
         first = 0
         for index, group in enumerate(self.param_groups):
             check_group(group)
             params = group["params"]
-            grads = [param.grad for param in params]
+            grads = all_grads[first : first + len(params)]
             numbers: Iterable[int] = range(first, first + len(params))
             first += len(params)
             if not all(map(is_not, grads, repeat(None))):
@@ -264,7 +291,7 @@ class FusedAdamS(Optimizer):
             active.numbers.extend(numbers)
             active.group_indices.extend([index] * len(params))
             active.params.extend(params)
-            active.grads.extend(grads)
+            active.grads.extend(grads)  # type: ignore[arg-type]
         state = self.state
         active.states.extend([state.get(param, {}) for param in active.params])
         return active
@@ -458,6 +485,7 @@ class FusedAdamS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._handle = new_handle(self)
         self._lagged_sums = self.__dict__.get("_lagged_sums", LaggedSums())
         self._start_anew()
         self._decay_warning = DecayWarning()

@@ -129,7 +129,9 @@ def test_stochastic_rounding_is_reproducible(backend: str) -> None:
 
 def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:
     param = torch.nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0], dtype=torch.bfloat16))
-    run([param], [[torch.ones(4, dtype=torch.bfloat16)]], fused([param], ONE, stochastic_rounding=True, backend=backend))
+    run(
+        [param], [[torch.ones(4, dtype=torch.bfloat16)]], fused([param], ONE, stochastic_rounding=True, backend=backend)
+    )
     assert param[0] == torch.inf
     assert param[1] == -torch.inf
     assert param[2].isnan()
