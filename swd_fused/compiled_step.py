@@ -1,7 +1,7 @@
 """A step within torch.compile: one opaque operator, which takes the same eager step when the graph runs.
 
-Hyper-parameters are read when it runs, so that no scheduler makes anything compile again, whether `lr` is a number or a
-tensor.
+Hyper-parameters are read when it runs. So a scheduler makes nothing compile again if `lr` is a tensor; torch.compile
+itself looks at numbers in an optimizer's groups, and compiles for each new one.
 """
 
 from __future__ import annotations
