@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from swd_fused import backends, known_sum, schedule
@@ -30,7 +31,7 @@ from swd_fused.decay_warning import DecayWarning
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
 from swd_fused.schedule import Hyper
-from swd_fused.sharding import ShardedOver, local_tensor, sharded_like
+from swd_fused.sharding import ShardedOver, is_distributed, local_tensor, sharded_like
 from swd_fused.step import Number, exact, lagged, take_step
 from swd_fused.whole_model import WholeModel
 
@@ -172,6 +173,13 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_distributed():
+            self._untraced_step(grad_sumsq, numel)
+        else:
+            self._step(grad_sumsq, numel)
+        return loss
+
+    def _step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
         active = self._active()
@@ -184,7 +192,10 @@ class FusedAdamS(Optimizer):
             else:
                 self._whole_model_sum = WholeModelSum()
             self._take_step(active, collective, known)
-        return loss
+
+    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
+    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
+    _untraced_step = _disable_dynamo(_step)
 
     def collective(self, check: bool = True) -> Collective:
         """All-reduces over the ranks that share this optimizer's parameters."""
