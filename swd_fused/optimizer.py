@@ -197,6 +197,11 @@ class FusedAdamS(Optimizer):
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
     _untraced_step = _disable_dynamo(_step)
 
+    def sum_over(self, sharded_over: ShardedOver) -> None:
+        """Sets `process_group` afterwards, for wrappers that make it."""
+        self._sharded_over = sharded_over
+        self._start_anew()
+
     def collective(self, check: bool = True) -> Collective:
         """All-reduces over the ranks that share this optimizer's parameters."""
         return self._whole_model.collective(self.param_groups, check)
