@@ -50,7 +50,6 @@ def main() -> None:
         devices=RANKS,
         strategy=strategy,
         max_epochs=1,
-        precision="64-true",
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
