@@ -37,8 +37,9 @@ def take_step(
         mean = exp_avg_sq_mean.to(bucket.device, non_blocking=True)
         bucket.backend.update(bucket, mean, _at(clip, bucket))
     if grad_norm is None:
-        grad_sums = [bucket.grad_sum for bucket in buckets if bucket.grad_sum is not None]
-        grad_norm = torch.stack([grad_sum.to(exp_avg_sq_mean.device) for grad_sum in grad_sums]).sum().sqrt()
+        home = exp_avg_sq_mean.device
+        grad_sums = [bucket.grad_sum.to(home, non_blocking=True) for bucket in buckets if bucket.grad_sum is not None]
+        grad_norm = torch.stack(grad_sums).sum().sqrt()
     return exp_avg_sq_mean, grad_norm
 
 
