@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench frameworks clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -20,6 +20,11 @@ lint: $(VENV)/.with-demo,bench,test
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.training_step
+	$(BIN)/python -m benchmarks.sharded_step
+
+# The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
+frameworks: $(VENV)/.with-test,frameworks
+	$(BIN)/python -m pytest tests/test_frameworks.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info swd_fused/*.so

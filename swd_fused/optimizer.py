@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from swd_fused import backends, known_sum, schedule
@@ -37,7 +38,7 @@ from swd_fused.loss_scale import LossScale
 from swd_fused.options import MASTER, Options
 from swd_fused.precision import check_precision, check_use_of_precision
 from swd_fused.schedule import Hyper, hyper_rows
-from swd_fused.sharding import ShardedOver, local_tensor, sharded_like
+from swd_fused.sharding import ShardedOver, is_distributed, local_tensor, sharded_like
 from swd_fused.step import Number, exact, lagged, take_step
 from swd_fused.whole_model import WholeModel
 
@@ -228,9 +229,15 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling() and grad_sumsq is None:
+        if is_distributed():
+            self._untraced_step(grad_sumsq, numel)
+        elif torch.compiler.is_compiling() and grad_sumsq is None and self.grad_sumsq_provider is None:
             self._step_within_a_graph()
-            return loss
+        else:
+            self._eager_step(grad_sumsq, numel)
+        return loss
+
+    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         check_not_in_backward(grad_sumsq)
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
@@ -241,7 +248,15 @@ class FusedAdamS(Optimizer):
             is_lagged = self.schedule == "lagged"
             known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
         self._step(grads, collective, known)
-        return loss
+
+    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
+    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
+    _untraced_step = _disable_dynamo(_eager_step)
+
+    def sum_over(self, sharded_over: ShardedOver) -> None:
+        """Sets `process_group` afterwards, for wrappers that make it."""
+        self._sharded_over = sharded_over
+        self._start_anew()
 
     def _step_within_a_graph(self) -> None:
         """Only what torch.compile can follow: which parameters have gradients."""

@@ -48,9 +48,10 @@ def take_step(
         mean = exp_avg_sq_mean.to(bucket.device, non_blocking=True)
         bucket.backend.update(bucket, mean, _at(grad_factor, bucket), _at(skip, bucket))
     if grad_norm is None:
-        grad_sums = [bucket.grad_sum for bucket in buckets if bucket.grad_sum is not None]
-        grad_norm = torch.stack([grad_sum.to(exp_avg_sq_mean.device) for grad_sum in grad_sums]).sum().sqrt()
-        unscale = loss_scale.unscale(grad_norm.device)
+        home = exp_avg_sq_mean.device
+        grad_sums = [bucket.grad_sum.to(home, non_blocking=True) for bucket in buckets if bucket.grad_sum is not None]
+        grad_norm = torch.stack(grad_sums).sum().sqrt()
+        unscale = loss_scale.unscale(home)
         grad_norm = grad_norm if unscale is None else unscale * grad_norm
     return Result(exp_avg_sq_mean, grad_norm, skip)
 

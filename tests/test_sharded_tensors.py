@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swd_fused import FusedAdamS
 from tests import sharded_model
@@ -188,6 +189,46 @@ def fsdp1(use_orig_params: bool, **options: Any) -> Record:
             return record.finish(model)
 
 
+class ReadsByTheHost(TorchDispatchMode):
+    """On a GPU each of these would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def reads_by_the_host() -> dict[str, set[str]]:
+    """In a second step, with the operations that a GPU would get."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    answers = {}
+    for name, options, known in [
+        ("exact", {"max_grad_norm": 1.0}, {}),
+        ("amsgrad", {"amsgrad": True}, {}),
+        ("lagged", {"schedule": "lagged"}, {}),
+        ("known", {}, {"grad_sumsq": torch.tensor(3.0)}),
+        ("known in parts", {}, {"grad_sumsq": torch.tensor(3.0), "numel": 45}),
+    ]:
+        params = [torch.nn.Parameter(distribute_tensor(torch.ones(9, 5), mesh, [Shard(0)]))]
+        params.append(torch.nn.Parameter(torch.ones(3)))
+        optimizer = FusedAdamS(params, backend="torch", **options)
+        optimizer._decay_warning._done = True  # it has a way of its own for GPUs
+        for _ in range(2):
+            for param in params:
+                param.grad = param.detach().clone()
+            with ReadsByTheHost() as reads:
+                optimizer.step(**known)
+        answers[name] = reads.names
+    with ReadsByTheHost() as reads:
+        float(torch.ones(()))
+    answers["float"] = reads.names
+    return answers
+
+
 def messages() -> dict[str, str]:
     """What wrappers are told that shard, and what happens to what cannot be right."""
 
@@ -236,7 +277,19 @@ def messages() -> dict[str, str]:
     def pickled() -> None:
         pickle.dumps(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD))
 
-    cases = [zero, megatron, whole_after_all, partial_param, plain_state, pickled]
+    def deepspeed() -> None:
+        param = torch.nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        optimizer = FusedAdamS([param])
+
+        class ZeroStage:
+            def step(self) -> None:
+                optimizer.step()
+
+        ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
+        ZeroStage().step()
+
+    cases = [deepspeed, zero, megatron, whole_after_all, partial_param, plain_state, pickled]
     answers = {case.__name__: said(case) for case in cases}
     for use_orig_params in (False, True):
         run = functools.partial(fsdp1, use_orig_params, process_group=None, total_numel=None)
@@ -254,6 +307,7 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
         "fsdp1, False": functools.partial(fsdp1, False),
         "fsdp1, True": functools.partial(fsdp1, True),
         "messages": messages,
+        "reads": reads_by_the_host,
     },
     4: {
         "mixed": mixed_meshes,
@@ -345,6 +399,7 @@ def test_fsdp1(size: int, use_orig_params: bool) -> None:
     ("case", "message"),
     [
         ("zero", r"plain tensors from ZeroRedundancyOptimizer, which are shards.*functools\.partial"),
+        ("deepspeed", r"from ZeroStage, .* call swd_fused\.deepspeed\.follow"),
         ("megatron", "from Megatron's tensor parallelism, .* pass process_group="),
         ("fsdp1, False", "from FullyShardedDataParallel, .* total_numel="),
         ("fsdp1, True", "from FullyShardedDataParallel"),
@@ -360,3 +415,10 @@ def test_what_would_be_wrong_is_refused(case: str, message: str) -> None:
 
 def test_a_group_that_says_it_is_whole_is_believed() -> None:
     assert all(not answers["messages"]["whole_after_all"] for answers in results(2))
+
+
+def test_no_step_makes_the_host_wait_for_a_device() -> None:
+    for answers in results(2):
+        reads = answers["reads"]
+        assert reads.pop("float")  # it would be noticed
+        assert not any(reads.values()), reads
