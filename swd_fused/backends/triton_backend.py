@@ -43,7 +43,8 @@ class TritonBackend:
         return totals[:, MAX_SUM.value].sum()
 
     def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        plan = plan_of(bucket)
+        # A bucket that took the step before and is not needed in this one has no gradients, and needs none.
+        plan: Plan = plan_of(bucket) if bucket.grads else bucket.plan
         last = torch.empty(len(plan.parts), 2, dtype=torch.float64, device=bucket.device)
         for part, row in zip(plan.parts, last, strict=True):
             plan.find_last(bucket, part, row)
