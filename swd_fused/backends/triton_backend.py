@@ -73,7 +73,9 @@ class TritonBackend:
         written = results, part.sums, part.slots, bucket.steps
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table
         if lagged:
-            if plan.last is None:
+            beta2s = [row[2] for row in bucket.hyper.numbers]
+            if plan.last is None or plan.beta2s_of_last != beta2s:
+                plan.beta2s_of_last = beta2s
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
             run = plan.launcher(kernels.lagged_step_kernel, bucket, part)

@@ -32,6 +32,7 @@ class Plan:
         self.parts: list[Part] = []
         self.one = torch.ones((), dtype=torch.float64, device=bucket.device)
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
+        self.beta2s_of_last: list[float] = []  # by group
         self._operands = Operands()
         self._grads: list[Tensor] | None = None
         self._limits: dict[float | None, Tensor] = {}
