@@ -94,7 +94,9 @@ class TritonBackend:
         limits = plan.limits(bucket, max_grad_norm)
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
         if lagged:
-            if plan.last is None:
+            beta2s = [row[2] for row in bucket.hyper.numbers]
+            if plan.last is None or plan.beta2s_of_last != beta2s:
+                plan.beta2s_of_last = beta2s
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
             run = plan.launcher(kernels.lagged_step_kernel, bucket, part)

@@ -39,6 +39,7 @@ class Operands:
         dtypes = [tensor.dtype for tensor in tensors]
         try:
             seen = [dtypes, list(map(Tensor.stride, tensors)), list(map(Tensor.data_ptr, tensors))]
+            seen.append(list(map(Tensor.is_neg, bucket.grads)))
         except RuntimeError:  # a sparse gradient, which `check` refuses in our words
             bucket.check()
             raise
@@ -84,8 +85,11 @@ class Operands:
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:
-    """The tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy."""
-    if all(
+    """The tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy.
+
+    Elements of a lazily negated one do not: what lies there has the other sign.
+    """
+    if not tensor.is_neg() and all(
         stride == wanted or size == 1
         for size, stride, wanted in zip(tensor.shape, tensor.stride(), layout.stride(), strict=True)
     ):

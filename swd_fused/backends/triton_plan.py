@@ -34,6 +34,7 @@ class Plan:
         self.one, self.zero = (torch.full((), x, dtype=torch.float64, device=bucket.device) for x in (1.0, 0.0))
         self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # as GradScaler has them
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
+        self.beta2s_of_last: list[float] = []  # by group
         self._operands = Operands()
         self._grads: list[Tensor] | None = None
         self._limits: dict[float | None, Tensor] = {}

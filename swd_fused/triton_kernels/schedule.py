@@ -12,16 +12,17 @@ from swd_fused.triton_kernels.tables import DECOUPLED_DECAY, EPS, LR, MAX_DECAY,
 def bias_correction(beta, step, longest, corrects_bias):
     """1 - beta^step, where no step is above `longest`, a scalar; or 1.
 
-    By repeated squaring: exact enough for 1 - 0.999, with the same bits on every device, and no library call.
+    By repeated squaring, of what is wanted and not of beta: 1 - ab is (1 - a) + (1 - b) a, which cancels nothing. With
+    the same bits on every device, and no library call.
     """
-    power = beta * 0 + 1
+    power, result = 1 - beta, beta * 0
     exponent, largest = step.to(tl.int32), longest.to(tl.int32)
     while largest > 0:
-        power = tl.where(exponent % 2 == 1, power * beta, power)
-        beta *= beta
+        result = tl.where(exponent % 2 == 1, result + power * (1 - result), result)
+        power *= 2 - power
         exponent //= 2
         largest //= 2
-    return 1 - corrects_bias * power
+    return tl.where(corrects_bias != 0, result, 1.0)
 
 
 @triton.jit
