@@ -10,6 +10,7 @@ demo: $(VENV)/.with-demo
 
 test: lint
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu_code
 
 lint: $(VENV)/.with-demo,bench,test
 	$(BIN)/ruff check .

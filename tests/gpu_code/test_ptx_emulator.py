@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.language.extra import libdevice
 
-from .gpu_code.ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics
-from .gpu_code.ptx_rounding import fma
-from .gpu_code.ptx_types import bf16_bits, bf16_values, f16_bits
+from tests.gpu_code.ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics
+from tests.gpu_code.ptx_rounding import fma
+from tests.gpu_code.ptx_types import bf16_bits, bf16_values, f16_bits
 
 ARCHITECTURES = [80, 90, 100]
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .gpu_code.machine_code import MachineCode, read_amdgcn, read_cubin
+from tests.gpu_code.machine_code import MachineCode, read_amdgcn, read_cubin
 
 
 @triton.jit
