@@ -8,81 +8,13 @@
 #include <utility>
 
 #include "chunk_walk.h"
+#include "chunks.h"
 #include "operand.h"
 #include "schedule.h"
+#include "tensor_scalars.h"
 
 namespace swd {
 namespace {
-
-// --- Checks, all made before anything is written
-
-void check_dtype(const View& view, const char* name) {
-  const auto dtype = view.dtype;
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::BFloat16 ||
-                      dtype == ScalarType::Half,
-                  "swd_fused: ", name, " must be float32, float64, bfloat16 or float16");
-  STD_TORCH_CHECK(view.data != nullptr || view.numel() == 0, "swd_fused: ", name,
-                  " has elements, but its memory was freed");
-}
-
-void check_like(const View& view, const View& like, const char* name) {
-  check_dtype(view, name);
-  STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
-                  "swd_fused: ", name, " must have its parameter's shape");
-}
-
-void check_length(const TensorList& list, size_t tensors, const char* name) {
-  STD_TORCH_CHECK(list.size() == tensors, "swd_fused: got ", list.size(), " ", name, " for ", tensors, " parameters");
-}
-
-// The values of a contiguous tensor of a known dtype with at least `numel` elements.
-template <typename T>
-T* values(const Tensor& tensor, ScalarType dtype, size_t numel, const char* name) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() >= static_cast<int64_t>(numel),
-      "swd_fused: ", name, " must be contiguous, of the documented dtype, with at least ", numel, " elements");
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-// What holds for a tensor of the list: its group and its step count.
-class TensorScalars {
- public:
-  TensorScalars(size_t tensors, const Tensor& steps, const Tensor& groups, const Tensor& hyper)
-      : steps_(values<float>(steps, ScalarType::Float, tensors, "steps")),
-        groups_(values<int64_t>(groups, ScalarType::Long, tensors, "groups")),
-        hyper_(reinterpret_cast<const Hyper*>(values<double>(hyper, ScalarType::Double, 0, "hyper"))) {
-    const int64_t rows = hyper.numel() / static_cast<int64_t>(sizeof(Hyper) / sizeof(double));
-    for (size_t t = 0; t < tensors; ++t) {
-      STD_TORCH_CHECK(0 <= groups_[t] && groups_[t] < rows, "swd_fused: tensor ", t, " is of group ", groups_[t],
-                      ", but hyper has ", rows, " rows");
-    }
-  }
-  const Hyper& hyper(int64_t tensor) const { return hyper_[groups_[tensor]]; }
-  double steps_before(int64_t tensor) const { return steps_[tensor]; }
-  double step(int64_t tensor) const { return steps_before(tensor) + 1; }
-
- private:
-  const float* steps_;
-  const int64_t* groups_;
-  const Hyper* hyper_;
-};
-
-// How bfloat16 parameters are rounded: to nearest, or with a seed by chance. `tensor_ids` tell tensors apart.
-class Rounding {
- public:
-  Rounding(std::optional<int64_t> seed, const Tensor& tensor_ids, size_t tensors)
-      : seed_(seed), ids_(seed ? values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids") : nullptr) {}
-  std::optional<uint32_t> key(int64_t tensor, double step) const {
-    if (!seed_) return std::nullopt;
-    return rounding_key(*seed_, ids_[tensor], step);
-  }
-
- private:
-  std::optional<int64_t> seed_;
-  const int64_t* ids_;
-};
-
-bool computes_in_double(const View& averaged) { return averaged.dtype == ScalarType::Double; }
 
 // --- Results
 
@@ -95,90 +27,6 @@ Tensor as_tensor(const std::vector<double>& numbers) {
 }
 
 double sum_of(const std::vector<double>& numbers) { return std::accumulate(numbers.begin(), numbers.end(), 0.0); }
-
-// Calls f(begin, n) for each block of a chunk and adds what it returns.
-template <typename Sum, typename F>
-Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
-  Sum total{};
-  for (int64_t i = begin; i < end; i += BLOCK) total += f(i, std::min(BLOCK, end - i));
-  return total;
-}
-
-// --- What a chunk of each pass does, in the type T that computes
-
-template <typename T>
-double gradient_chunk(const Operand& grad, int64_t begin, int64_t end) {
-  if (const T* array = grad.direct<T>(begin)) return sum_of_squares(array, end - begin);
-  T scratch[BLOCK];
-  return sum_of_blocks<double>(begin, end,
-                               [&](int64_t i, int64_t n) { return sum_of_squares(grad.read(scratch, i, n), n); });
-}
-
-template <typename T>
-double stored_chunk(const Operand& averaged, int64_t begin, int64_t end) {
-  T scratch[BLOCK];
-  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) { return sum(averaged.read(scratch, i, n), n); });
-}
-
-struct AmsgradOperands {
-  Operand exp_avg_sq, max_exp_avg_sq, grad;
-  bool in_double;
-};
-
-template <typename T, typename Operands>
-double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
-  T scratch[3][BLOCK];
-  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
-    return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.max_exp_avg_sq.read(scratch[1], i, n),
-                           x.grad.read(scratch[2], i, n), n, scalars);
-  });
-}
-
-struct UpdateOperands {
-  Operand param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad;
-  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
-  bool in_double;
-};
-
-// With a key, bfloat16 parameters are rounded by chance.
-using RoundingKey = std::optional<uint32_t>;
-
-template <typename T>
-void write_param(const UpdateOperands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (key && x.param.is_bfloat16()) return x.param.write_stochastically(param, begin, n, *key);
-  }
-  x.param.write(param, begin, n);
-}
-
-template <typename T>
-UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key,
-                        int64_t begin, int64_t end) {
-  T scratch[5][BLOCK];
-  const Operand& weight = x.master ? *x.master : x.param;
-  return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
-    UpdateSums sums;
-    T* param = weight.read(scratch[0], i, n);
-    T* exp_avg = x.exp_avg.read(scratch[1], i, n);
-    T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
-    const T* grad = x.grad.read(scratch[3], i, n);
-    if (amsgrad) {
-      T* max_exp_avg_sq = x.max_exp_avg_sq.read(scratch[4], i, n);
-      sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
-      x.max_exp_avg_sq.write(max_exp_avg_sq, i, n);
-    } else {
-      sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
-    }
-    if (x.master) x.master->write(param, i, n);
-    write_param(x, param, i, n, key);
-    x.exp_avg.write(exp_avg, i, n);
-    x.exp_avg_sq.write(exp_avg_sq, i, n);
-    // The sum is that of what is stored, or it would drift from it.
-    const Operand& averaged = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
-    if (!averaged.is<T>()) sums.averaged = sum(averaged.read(scratch[4], i, n), n);
-    return sums;
-  });
-}
 
 // Pass 1 of amsgrad over operands that are ready: the sum of v^ after the step.
 template <typename Operands>
