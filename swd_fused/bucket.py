@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from swd_fused.active import Active
 from swd_fused.arguments import check_grads, check_state
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
@@ -15,19 +16,6 @@ from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
-
-
-class Active(NamedTuple):
-    """Parameters that have a gradient in this step: parallel lists over all groups.
-
-    `numbers` are their places among all parameters.
-    """
-
-    numbers: list[int]
-    group_indices: list[int]
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
 
 
 class Bucket:

@@ -15,8 +15,7 @@ from swd_fused.arguments import check_group
 from swd_fused.backends import Backend
 from swd_fused.options import MASTER, Options
 from swd_fused.sharding import local_tensor, redistributed_like, sharded_like
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+from swd_fused.state import MOMENTS
 
 # How torch's Adam was implemented when it saved, and what apex, TransformerEngine and DeepSpeed keep in their groups:
 # nothing that holds here.

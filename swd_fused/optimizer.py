@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import is_not
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from swd_fused import backends, known_sum, schedule
+from swd_fused import backends, known_sum
+from swd_fused.active import Active, active_params
+from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.arguments import (
-    check_adamw_weight_decay,
     check_flags,
     check_grads,
     check_group,
@@ -27,18 +26,18 @@ from swd_fused.arguments import (
     check_total_numel,
     checked_decay,
 )
-from swd_fused.bucket import Active, Arrangement, Bucket
-from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, saved_by_param, with_own_steps
+from swd_fused.bucket import Arrangement, Bucket
+from swd_fused.checkpoint import loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.collective import Collective
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
 from swd_fused.loss_scale import LossScale
-from swd_fused.options import MASTER, Options
+from swd_fused.options import Options
 from swd_fused.precision import check_precision, check_use_of_precision
-from swd_fused.schedule import Hyper, hyper_rows
-from swd_fused.sharding import ShardedOver, is_distributed, local_tensor, sharded_like
+from swd_fused.sharding import ShardedOver, is_distributed
+from swd_fused.state import initialized
 from swd_fused.step import Number, exact, lagged, take_step
 from swd_fused.whole_model import WholeModel
 
@@ -59,7 +58,7 @@ ATTRIBUTES = (
 )
 
 
-class FusedAdamS(Optimizer):
+class FusedAdamS(InAdamWTerms):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
     Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like AdamW's value times the rms
@@ -97,7 +96,6 @@ class FusedAdamS(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _arrangement: Arrangement | None
     _whole_model: WholeModel
     _whole_model_sum: WholeModelSum
     _lagged_sums: LaggedSums
@@ -158,7 +156,7 @@ class FusedAdamS(Optimizer):
         self.backend = backend
         self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         self._sharded_over = ShardedOver.checked(process_group)
-        self._adamw_weight_decay: float | None = None
+        self._adamw_weight_decay = None
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning()
         self._lagged_sums = LaggedSums()
@@ -277,7 +275,7 @@ class FusedAdamS(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
-        active = self._active(grads)
+        active = active_params(self.param_groups, grads, self.state)
         if known is None:
             self._whole_model_sum = WholeModelSum()
         if active.params or not collective.is_local:
@@ -289,27 +287,6 @@ class FusedAdamS(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def _active(self, all_grads: list[Tensor | None]) -> Active:
-        active = Active([], [], [], [], [])
-        first = 0
-        for index, group in enumerate(self.param_groups):
-            check_group(group)
-            params = group["params"]
-            grads = all_grads[first : first + len(params)]
-            numbers: Iterable[int] = range(first, first + len(params))
-            first += len(params)
-            if not all(map(is_not, grads, repeat(None))):
-                numbers = [number for number, grad in zip(numbers, grads, strict=True) if grad is not None]
-                params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
-                grads = [grad for grad in grads if grad is not None]
-            active.numbers.extend(numbers)
-            active.group_indices.extend([index] * len(params))
-            active.params.extend(params)
-            active.grads.extend(grads)  # type: ignore[arg-type]
-        state = self.state
-        active.states.extend([state.get(param, {}) for param in active.params])
-        return active
 
     def _take_step(self, active: Active, collective: Collective, known: Known | None) -> None:
         amsgrads = [group["amsgrad"] for group in self.param_groups]
@@ -383,21 +360,8 @@ class FusedAdamS(Optimizer):
         return known_sum.sums_of_state(states, self._whole_model.collective_of(params))
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            backend, _ = self._backend_of(param)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                dtype = self.options.moment_dtype(key, param.dtype)
-                state[key] = sharded_like(param, backend.new_moment(local_tensor(param), dtype, param.device))
-        for key in MOMENTS:
-            if key in state:  # wider where the parameter has become so
-                state[key] = state[key].to(self.options.kept_dtype(key, state[key].dtype, param.dtype))
-        if self.param_groups[group_index]["amsgrad"] and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        if self.options.needs_master(param.dtype) and MASTER not in state:
-            state[MASTER] = param.detach().to(torch.float32, copy=True)
-        return state
+        amsgrad = self.param_groups[group_index]["amsgrad"]
+        return initialized(self.state[param], param, self.options, amsgrad, self._backend_of(param)[0])
 
     def _arrange(self, active: Active, amsgrads: list[bool]) -> list[Bucket]:
         positions = defaultdict(list)
@@ -410,45 +374,6 @@ class FusedAdamS(Optimizer):
             Bucket(backend, amsgrad, has_masters, where, active, self.options, sharding)
             for (backend, _, amsgrad, has_masters, sharding), where in positions.items()
         ]
-
-    # --- Weight decay, for people who think in AdamW's
-
-    def effective_weight_decay(self) -> list[float]:
-        """For each group, the `weight_decay` with which AdamW would shrink the weights as much as this does now.
-
-        At the mean of the last step, NaN before the first. Waits for the device.
-        """
-        rows = hyper_rows(self.param_groups, self.options.decay, self.options.bias_correction)
-        hyper = Hyper(rows, self.exp_avg_sq_mean.device)
-        hyper.set_tensor_lrs(self.param_groups)
-        decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
-        return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
-
-    def match_adamw(self, weight_decay: float) -> None:
-        """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
-
-        Sets `weight_decay` in each group that decays at all: at once from the last step's mean, if there is one, and
-        exactly in the next step, which knows its own mean and waits for the device this once.
-        """
-        check_adamw_weight_decay(weight_decay, self.options.decay)
-        self._adamw_weight_decay = weight_decay
-        if 0 < self.exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
-
-    def _match_adamw_now(self, exp_avg_sq_mean: Tensor) -> None:
-        """Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing."""
-        if self._adamw_weight_decay is not None and 0 < exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
-            self._adamw_weight_decay = None
-
-    def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
-        rms = float(exp_avg_sq_mean.sqrt())
-        for group in self.param_groups:
-            if group["weight_decay"] > 0:
-                group["weight_decay"] = adamw_weight_decay * (rms + group["eps"])
-        if self._arrangement is not None:
-            for bucket in self._arrangement.buckets:
-                bucket.set_hyper(self.param_groups)
 
     # --- Backends
 
