@@ -1,0 +1,47 @@
+"""An experiment's outcome as a table: mean and spread over seeds, at the end of training."""
+
+from __future__ import annotations
+
+from statistics import fmean, stdev
+
+from rich.table import Table
+
+from benchmarks.paper.figures.rows import Row, grouped, last_epochs
+
+BY = ("data", "model", "optimizer", "lr", "weight_decay", "epochs")
+MEASURES = {
+    "test_error": "test error",
+    "test_loss": "test loss",
+    "train_loss": "train loss",
+    "squared_grad_norm": "G",
+    "eigenvalue": "top eigenvalue",
+}
+
+
+def summary(rows: list[Row], title: str) -> Table:
+    last = [row for row in last_epochs(rows) if row.get("rank", 1) == 1]
+    by = [column for column in BY if len({row[column] for row in last}) > 1] or ["optimizer"]
+    if len({row["lr"] for row in last}) == len({(row["lr"], row["optimizer"]) for row in last}):
+        by = [column for column in by if column != "lr"]
+    measures = [
+        measure for measure in MEASURES if measure in last[0] and any(row[measure] == row[measure] for row in last)
+    ]
+    if "test_error" in measures:
+        measures.remove("test_loss")
+    table = Table(title=title, caption="mean ± standard deviation over seeds, at the end", title_justify="left")
+    for column in by:
+        table.add_column(column.replace("_", " "), no_wrap=True)
+    for measure in (*measures, "seeds"):
+        table.add_column(MEASURES.get(measure, measure), justify="right", no_wrap=True)
+    for key, of_key in grouped(last, by).items():
+        values = [spread([row[measure] for row in of_key], measure) for measure in measures]
+        table.add_row(
+            *(f"{value:g}" if isinstance(value, float) else str(value) for value in key), *values, str(len(of_key))
+        )
+    return table
+
+
+def spread(values: list[float], measure: str) -> str:
+    scale, form = (100, ".2f") if measure == "test_error" else (1, ".3g")
+    mean = f"{scale * fmean(values):{form}}"
+    return f"{mean} ± {scale * stdev(values):{form}}" if len(values) > 1 else mean
