@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench paper clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -11,7 +11,7 @@ demo: $(VENV)/.with-demo
 test: lint
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.with-demo,bench,test
+lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -20,6 +20,10 @@ lint: $(VENV)/.with-demo,bench,test
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.training_step
+
+# Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
+paper: $(VENV)/.with-paper
+	$(BIN)/python -m benchmarks.paper all --preset quick $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf $(VENV) build *.egg-info swd_fused/*.so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,6 +92,7 @@ def chosen_runs(name: str, args: argparse.Namespace, parser: argparse.ArgumentPa
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not outlive this process
     try:
         carry_out(args, console)
     except (DataError, FileNotFoundError) as error:

@@ -114,32 +114,31 @@ PAPER = Preset(
     coupling_epochs=(50, 100, 200, 1000, 2000),
 )
 
-# 5,000 Fashion-MNIST images, or the 1,347 digits: about a thousand steps, which is what the averages span.
-FASHION = Task("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=5000, evaluate_every=10)
-DIGITS = Task("digits", "small-resnet", 24, 32, (10, 20))
+FASHION = Task("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=3000, evaluate_every=10)
+DIGITS = Task("digits", "small-resnet", 20, 32, (8, 16))
 
 QUICK = Preset(
     tables=(FASHION,),
     large=(),
     gradnorm=DIGITS,
-    gradnorm_models=tuple(Task("digits", model, 24, 32, (10, 20)) for model in ("small-vgg-bn", "small-vgg")),
+    gradnorm_models=tuple(Task("digits", model, 20, 32, (8, 16)) for model in ("small-vgg-bn", "small-vgg")),
     gradnorm_decays=(0.0, 5e-4, 5e-3),
     schedule=(DIGITS,),
     schedule_decays=(5e-5, 5e-4, 5e-3),
-    basin=Task("fashion-mnist", "small-resnet", 8, 32, (3, 6), limit=2000, evaluate_every=8),
+    basin=Task("fashion-mnist", "small-resnet", 6, 32, (3, 5), limit=2000, evaluate_every=6),
     basin_lines=(),
     basin_lrs=(3e-4, 1e-3, 3e-3),
     basin_decays=(5e-4, 5e-3, 5e-2),
-    sharpness=Task("digits", "small-resnet", 24, 32, (10, 20), eigenvalues=10, hessian_images=512),
+    sharpness=Task("digits", "small-resnet", 20, 32, (8, 16), eigenvalues=10, hessian_images=512),
     sharpness_decays=(0.0, 5e-4, 5e-3),
-    cosine=(Task("fashion-mnist", "small-resnet", 14, 50, cosine=(2, 2), limit=2500, evaluate_every=2),),
+    cosine=(Task("fashion-mnist", "small-resnet", 14, 50, cosine=(2, 2), limit=2000, evaluate_every=2),),
     cosine_decays=(5e-4, 5e-3),
-    language=Task("python-documentation", "small-lstm", 12, 20, limit=30_000, evaluate_every=2),
+    language=Task("python-documentation", "small-lstm", 12, 20, limit=20_000, evaluate_every=2),
     language_lr=3e-3,
     language_decays=(1e-6, 1e-5, 1e-4),
     coupling=DIGITS,
     coupling_decays=(5e-4, 5e-3),
-    coupling_epochs=(6, 12, 24),
+    coupling_epochs=(5, 10, 20),
     matched_decay=5e-3,
 )
 

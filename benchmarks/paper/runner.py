@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     epochs = context.Queue()
     threads = max(1, torch.get_num_threads() // place.workers)
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(place.workers, context, _begin, (epochs, threads)) as pool:
         waiting = {pool.submit(_work, run, place) for run in todo}
         try:
@@ -92,8 +94,10 @@ def _in_processes(
                     except Empty:
                         break
                     epoch_passed()
-        except BaseException:
+        except BaseException:  # an interrupt too: what is being trained is given up, not waited for
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
             raise
 
 
@@ -103,6 +107,7 @@ _epochs: Any = None
 def _begin(epochs: Any, threads: int) -> None:
     global _epochs
     _epochs = epochs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all, and the parent ends them
     torch.set_num_threads(threads)
 
 

@@ -21,7 +21,7 @@ MEASURES = {
 def summary(rows: list[Row], title: str) -> Table:
     last = [row for row in last_epochs(rows) if row.get("rank", 1) == 1]
     by = [column for column in BY if len({row[column] for row in last}) > 1] or ["optimizer"]
-    if len({row["lr"] for row in last}) == len({(row["lr"], row["optimizer"]) for row in last}):
+    if len({(row["optimizer"], row["lr"]) for row in last}) == len({row["optimizer"] for row in last}):
         by = [column for column in by if column != "lr"]
     measures = [
         measure for measure in MEASURES if measure in last[0] and any(row[measure] == row[measure] for row in last)

@@ -52,14 +52,15 @@ CIFAR100 = Cifar(
 
 
 def cifar(kind: Cifar, root: Path | None) -> Tensors:
-    try:
+    binary = root is not None and any(
+        all((folder / file).exists() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
+    )
+    if binary:
         folder = find_folder(root, [kind.binary_folder], kind.binary_files, kind.name)
         parts = [read_binary(folder / file, kind) for file in kind.binary_files]
-    except DataError as no_binary:
-        try:
-            folder = find_folder(root, [kind.python_folder], kind.python_files, kind.name)
-        except DataError as no_python:
-            raise DataError(f"{no_python} Or the binary version. {no_binary if root is None else ''}".strip()) from None
+    else:
+        what = f"{kind.name} (its Python version, or {kind.binary_folder})"
+        folder = find_folder(root, [kind.python_folder], kind.python_files, what)
         parts = [read_pickle(folder / file, kind) for file in kind.python_files]
     for (images, labels), file in zip(parts, kind.python_files, strict=True):
         if len(images) != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < kind.classes):

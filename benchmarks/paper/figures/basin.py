@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from benchmarks.paper.figures.rows import Row, grouped
-from benchmarks.paper.figures.style import COLOURS, curve, legend, panels, save, seeds_note, task_name
+from benchmarks.paper.figures.style import COLOURS, curve, lambda_axis, legend, panels, save, seeds_note, task_name
 
 
 def draw_basin(rows: list[Row], picture: Path) -> None:
@@ -34,17 +34,16 @@ def draw_basin(rows: list[Row], picture: Path) -> None:
                 axes.text(x, y, f"{fmean(values):.1f}{spread}", ha="center", va="center", fontsize=7.5, color=colour)
         axes.set_xticks(range(len(decays)), [f"{decay:g}" for decay in decays])
         axes.set_yticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
-        axes.set_title(f"{optimizer}, {task_name(tasks[0][0])}")
+        axes.set_title(optimizer)
         axes.set_xlabel("λ")
         axes.set_ylabel("lr")
     for axes, of_task in zip(axes_row[len(optimizers) :], tasks, strict=True):
         at_default = [row for row in of_task if row["lr"] == 1e-3]
         for (optimizer,), of_optimizer in grouped(at_default, ["optimizer"]).items():
             curve(axes, of_optimizer, "weight_decay", "test_error", optimizer, COLOURS[optimizer], scale=100)
-        axes.set_xscale("log")
-        axes.set_xlabel("λ")
+        lambda_axis(axes, of_task)
         axes.set_ylabel("test error, %")
-        axes.set_title(f"lr = 0.001, {task_name(of_task[0])}")
+        axes.set_title(f"{task_name(of_task[0])}, lr 0.001")
         legend(axes)
     note = seeds_note(rows, "In the maps mean ± standard deviation, in %. AdamW is given 1000 λ.")
-    save(figure, picture, "Test error over learning rate and weight decay", note)
+    save(figure, picture, f"Test error over learning rate and weight decay: {task_name(tasks[0][0])}", note)

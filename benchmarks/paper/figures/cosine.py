@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.paper.figures.rows import Row, chosen, grouped, last_epochs
-from benchmarks.paper.figures.style import COLOURS, curve, lambda_name, legend, panels, save, seeds_note, task_name
+from benchmarks.paper.figures.style import (
+    COLOURS,
+    curve,
+    lambda_axis,
+    lambda_name,
+    legend,
+    panels,
+    save,
+    seeds_note,
+    task_name,
+)
 
 PAPER_DECAY = 5e-4
 
@@ -26,8 +36,7 @@ def draw_cosine(rows: list[Row], picture: Path) -> None:
         train.set_ylabel("training loss")
         train.set_yscale("log")
         over_decay.set_ylabel("test error at the end, %")
-        over_decay.set_xscale("log")
-        over_decay.set_xlabel("λ")
+        lambda_axis(over_decay, of_task)
         for axes in (test, train):
             axes.set_xlabel("epoch")
         legend(test)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from benchmarks.paper.figures.rows import Row, grouped, last_epochs
-from benchmarks.paper.figures.style import COLOURS, curve, legend, panels, save, seeds_note, task_name
+from benchmarks.paper.figures.style import COLOURS, curve, lambda_axis, legend, panels, save, seeds_note, task_name
 
 
 def draw_lstm(rows: list[Row], picture: Path) -> None:
@@ -14,8 +14,7 @@ def draw_lstm(rows: list[Row], picture: Path) -> None:
     for (optimizer,), of_optimizer in grouped(last_epochs(rows), ["optimizer"]).items():
         with_perplexity = [{**row, "perplexity": math.exp(row["test_loss"])} for row in of_optimizer]
         curve(axes, with_perplexity, "weight_decay", "perplexity", optimizer, COLOURS[optimizer])
-    axes.set_xscale("log")
-    axes.set_xlabel("λ")
+    lambda_axis(axes, rows)
     axes.set_ylabel("test perplexity at the end")
     axes.set_title(task_name(rows[0]))
     legend(axes)

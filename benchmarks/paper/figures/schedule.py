@@ -37,7 +37,8 @@ def draw_schedule(rows: list[Row], picture: Path) -> None:
                 relative = [{**row, "strength": row["adamw_weight_decay"] / decay} for row in of_run]
                 curve(row_of_axes[3], relative, "epoch", "strength", lambda_name(decay), colours[optimizer, decay])
         row_of_axes[3].set_yscale("log")
-        row_of_axes[3].set_ylabel("strength of the schedule, 1 / rms gradient")
+        row_of_axes[3].set_ylabel("1 / rms gradient")
+        row_of_axes[3].set_title("strength of the schedule")
         legend(row_of_axes[3])
         for axes in row_of_axes:
             axes.set_xlabel("epoch")

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure  # without pyplot a figure draws with Agg, on machines without a display too
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 from benchmarks.paper.figures.rows import Row, over_seeds
 
 # From Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = {"AdamS": "#0072B2", "AdamW": "#D55E00", "Adam": "#009E73", "SGD": "#CC79A7"}
-ORDERED = ("#56B4E9", "#0072B2", "#D55E00", "#661100", "#000000")  # for lambdas, from small to large
+ORDERED = ("#999999", "#0072B2", "#D55E00", "#661100", "#000000")  # for lambdas, from small to large
 INK = "#333333"
 GREY = "#777777"
 
@@ -27,14 +29,14 @@ NAMES = {
     "resnet18": "ResNet18",
     "resnet34": "ResNet34",
     "resnet50": "ResNet50",
-    "vgg16": "VGG16 without BatchNorm",
+    "vgg16": "VGG16, no BatchNorm",
     "vgg16-bn": "VGG16",
     "densenet121": "DenseNet121",
     "googlenet": "GoogLeNet",
     "lstm": "LSTM",
     "small-resnet": "small ResNet",
-    "small-vgg": "small VGG without BatchNorm",
-    "small-vgg-bn": "small VGG with BatchNorm",
+    "small-vgg": "small VGG, no BatchNorm",
+    "small-vgg-bn": "small VGG, BatchNorm",
     "small-lstm": "small LSTM",
 }
 
@@ -60,6 +62,20 @@ def curve(axes: Axes, rows: Iterable[Row], x: str, y: str, label: str, colour: s
     axes.fill_between(xs, scale * least, scale * most, color=colour, alpha=0.18, linewidth=0)
 
 
+def lambda_axis(axes: Axes, rows: Iterable[Row]) -> None:
+    axes.set_xscale("log")
+    axes.set_xlabel("λ")
+    axes.xaxis.set_major_locator(FixedLocator(sorted({row["weight_decay"] for row in rows})))
+
+
+def plain_log_ticks(axis: Axis) -> None:
+    """Numbers as people write them, at 1, 2 and 5 of each decade."""
+    if not isinstance(axis.get_major_locator(), FixedLocator):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def legend(axes: Axes, **options: object) -> None:
     axes.legend(frameon=False, fontsize=8, handlelength=1.4, **options)  # type: ignore[arg-type]
 
@@ -68,6 +84,9 @@ def save(figure: Figure, picture: Path, title: str, note: str) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK, labelsize=8)
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                plain_log_ticks(axis)
         axes.title.set_fontsize(9.5)
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
