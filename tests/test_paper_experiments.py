@@ -28,7 +28,7 @@ from benchmarks.paper.presets import PAPER, PRESETS, QUICK, TABLE1, TINY
 from benchmarks.paper.run import Run
 from benchmarks.paper.runner import Place
 from benchmarks.paper.store import Store, conditions
-from benchmarks.paper.summary import summary
+from benchmarks.paper.summary import spread, summary
 from benchmarks.paper.training import Epoch, Trained
 
 PNG = b"\x89PNG"
@@ -156,7 +156,22 @@ def test_experiments_share_their_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
     runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(QUICK)]
     runner.run_all(runs, Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
-    assert len(carried_out) == len(set(runs)) < len(runs)
+    trained = [run.training for run in carried_out]
+    assert Counter(trained) == Counter({run.training: 1 for run in runs})
+    assert {run for run in runs if run.eigenvalues} <= set(carried_out)
+    assert len(carried_out) < len(runs)
+
+
+def test_a_run_with_eigenvalues_serves_for_the_same_one_without(tmp_path: Path) -> None:
+    store, plain, richer = Store(tmp_path), TINY.basin.run("Adam", 0.5, 0), TINY.sharpness.run("Adam", 0.5, 0)
+    assert richer.training == plain
+    store.save(richer, Trained([], [3.0]), {})
+    assert store.load(plain)["eigenvalues"] == [3.0]
+    assert store.find(TINY.sharpness.run("Adam", 0.5, 1)) is None
+    assert store.find(TINY.basin.run("Adam", 0.5, 1)) is None
+    other = Store(tmp_path / "other")
+    other.save(plain, Trained([], []), {})
+    assert other.find(richer) is None
 
 
 def test_a_half_written_result_is_not_taken_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +185,20 @@ def test_a_half_written_result_is_not_taken_for_a_run(tmp_path: Path, monkeypatc
         patch.setattr("os.replace", no_space)
         with pytest.raises(OSError, match="no space"):
             store.save(run, Trained(epochs, []), {})
-    assert not store.has(run)
+    assert store.find(run) is None
     store.save(run, Trained(epochs, []), conditions(torch.device("cpu"), 1.0, 0))
     assert store.load(run)["run"]["optimizer"] == "Adam"
 
 
 def test_runs_that_differ_in_anything_have_different_names() -> None:
     run = TINY.gradnorm.run("Adam", 0.0, 0)
-    changes = {**asdict(PAPER.sharpness.run("AdamS", 0.5, 7, lr=3.0)), "cosine": (1, 2), "limit": 7}
+    changes = {
+        **asdict(PAPER.sharpness.run("AdamS", 0.5, 7, lr=3.0)),
+        "cosine": (1, 2),
+        "limit": 7,
+        "evaluate_every": 5,
+    }
+    del changes["hessian_images"]  # of no matter without eigenvalues
     others = [Run(**{**asdict(run), name: value}) for name, value in changes.items()]
     assert len({other.key for other in [run, *others]}) == len(others) + 1
 
@@ -236,6 +257,10 @@ def test_seeds_are_reduced_to_mean_and_range() -> None:
     rows = [{"x": x, "y": y} for x, y in ((2, 1.0), (1, 4.0), (2, 3.0), (1, math.nan))]
     xs, mean, least, most = over_seeds(rows, "x", "y")
     assert (xs.tolist(), mean.tolist(), least.tolist(), most.tolist()) == ([1, 2], [4, 2], [4, 1], [4, 3])
+
+
+def test_summary_bears_a_run_that_diverged() -> None:
+    assert spread([1.0, math.nan], "train_loss") == "nan ± nan"
 
 
 def test_summary_has_the_end_of_each_run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
@@ -100,9 +100,7 @@ PAPER = Preset(
     basin_lines=(cifar10("vgg16-bn"), cifar100("resnet34")),
     basin_lrs=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     basin_decays=(5e-5, 1e-4, 5e-4, 1e-3, 5e-3),
-    sharpness=Task(
-        "cifar10", "resnet18", 200, 128, (80, 160), augment=True, evaluate_every=10, eigenvalues=50, hessian_images=2048
-    ),
+    sharpness=replace(cifar10("resnet18"), eigenvalues=50, hessian_images=2048),
     sharpness_decays=(0.0, 1e-4, 5e-4, 1e-3),
     cosine=(cosine10("resnet18"), cosine10("vgg16-bn")),
     cosine_decays=(1e-4, 5e-4, 1e-3),
@@ -115,30 +113,30 @@ PAPER = Preset(
 )
 
 FASHION = Task("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=3000, evaluate_every=10)
-DIGITS = Task("digits", "small-resnet", 20, 32, (8, 16))
+DIGITS = Task("digits", "small-resnet", 15, 32, (6, 12))
 
 QUICK = Preset(
     tables=(FASHION,),
     large=(),
     gradnorm=DIGITS,
-    gradnorm_models=tuple(Task("digits", model, 20, 32, (8, 16)) for model in ("small-vgg-bn", "small-vgg")),
+    gradnorm_models=tuple(Task("digits", model, 15, 32, (6, 12)) for model in ("small-vgg-bn", "small-vgg")),
     gradnorm_decays=(0.0, 5e-4, 5e-3),
     schedule=(DIGITS,),
     schedule_decays=(5e-5, 5e-4, 5e-3),
-    basin=Task("fashion-mnist", "small-resnet", 6, 32, (3, 5), limit=2000, evaluate_every=6),
+    basin=Task("fashion-mnist", "small-resnet", 5, 32, (2, 4), limit=1500, evaluate_every=5),
     basin_lines=(),
     basin_lrs=(3e-4, 1e-3, 3e-3),
     basin_decays=(5e-4, 5e-3, 5e-2),
-    sharpness=Task("digits", "small-resnet", 20, 32, (8, 16), eigenvalues=10, hessian_images=512),
+    sharpness=replace(DIGITS, eigenvalues=10, hessian_images=512),
     sharpness_decays=(0.0, 5e-4, 5e-3),
-    cosine=(Task("fashion-mnist", "small-resnet", 14, 50, cosine=(2, 2), limit=2000, evaluate_every=2),),
+    cosine=(Task("digits", "small-resnet", 14, 32, cosine=(2, 2)),),
     cosine_decays=(5e-4, 5e-3),
-    language=Task("python-documentation", "small-lstm", 12, 20, limit=20_000, evaluate_every=2),
+    language=Task("python-documentation", "small-lstm", 8, 20, limit=20_000, evaluate_every=2),
     language_lr=3e-3,
     language_decays=(1e-6, 1e-5, 1e-4),
     coupling=DIGITS,
     coupling_decays=(5e-4, 5e-3),
-    coupling_epochs=(5, 10, 20),
+    coupling_epochs=(4, 8, 15),
     matched_decay=5e-3,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 # Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
 RECIPE = 1
@@ -35,7 +35,13 @@ class Run:
         return f"{self.data}/{self.model}"
 
     @property
+    def training(self) -> Run:
+        """The same without what is only measured at the end."""
+        return replace(self, eigenvalues=0, hessian_images=0)
+
+    @property
     def key(self) -> str:
-        """A name for its file: what people look for, and a digest of all of it."""
-        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self)], sort_keys=True).encode()).hexdigest()[:12]
-        return f"{self.data}-{self.model}-{self.optimizer}-{self.lr:g}-{self.weight_decay:g}-{self.seed}-{digest}"
+        """A name for its file: what people look for, a digest of all training depends on, what else is measured."""
+        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self.training)], sort_keys=True).encode()).hexdigest()[:12]
+        name = f"{self.data}-{self.model}-{self.optimizer}-{self.lr:g}-{self.weight_decay:g}-{self.seed}-{digest}"
+        return name + (f"+{self.eigenvalues}-of-{self.hessian_images}" if self.eigenvalues else "")

@@ -47,8 +47,9 @@ def carry_out(run: Run, place: Place, after_epoch: Callable[[], None]) -> None:
 def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
     """All that are not finished. Shared ones are run once."""
     store = Store(place.store)
-    every = list(dict.fromkeys(runs))
-    todo = [run for run in every if not store.has(run)]
+    with_eigenvalues = {run.training for run in runs if run.eigenvalues}
+    every = [run for run in dict.fromkeys(runs) if run not in with_eigenvalues]
+    todo = [run for run in every if store.find(run) is None]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=sum(run.epochs for run in every))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import os
 import platform
@@ -28,8 +29,12 @@ class Store:
     def path(self, run: Run) -> Path:
         return self.folder / f"{run.key}.json"
 
-    def has(self, run: Run) -> bool:
-        return self.path(run).exists()
+    def find(self, run: Run) -> Path | None:
+        """A run that also measured eigenvalues serves for the same one without."""
+        path = self.path(run)
+        if path.exists():
+            return path
+        return None if run.eigenvalues else next(self.folder.glob(f"{glob.escape(run.key)}+*.json"), None)
 
     def save(self, run: Run, trained: Trained, conditions: dict[str, Any]) -> None:
         """Whole or not at all: a file that is there is a finished run."""
@@ -40,7 +45,9 @@ class Store:
         os.replace(partial, path)
 
     def load(self, run: Run) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.path(run).read_text())
+        path = self.find(run)
+        assert path is not None
+        content: dict[str, Any] = json.loads(path.read_text())
         return content
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, stdev
-
+import numpy as np
 from rich.table import Table
 
 from benchmarks.paper.figures.rows import Row, grouped, last_epochs
@@ -43,5 +42,5 @@ def summary(rows: list[Row], title: str) -> Table:
 
 def spread(values: list[float], measure: str) -> str:
     scale, form = (100, ".2f") if measure == "test_error" else (1, ".3g")
-    mean = f"{scale * fmean(values):{form}}"
-    return f"{mean} ± {scale * stdev(values):{form}}" if len(values) > 1 else mean
+    mean = f"{scale * np.mean(values):{form}}"  # NaN where a run diverged, at which statistics.stdev would fail
+    return f"{mean} ± {scale * np.std(values, ddof=1):{form}}" if len(values) > 1 else mean
