@@ -164,9 +164,10 @@ def test_losses_and_norms_are_means_over_minibatches() -> None:
         assert epoch.test_error == pytest.approx(float(wrong), abs=0.07)  # one of 16 may tip over by rounding
 
 
-def test_regularization_is_not_in_the_gradient_norm() -> None:
+@pytest.mark.parametrize("optimizer", ["SGD", "Yogi"])  # Yogi adds it to the gradients in place
+def test_regularization_is_not_in_the_gradient_norm(optimizer: str) -> None:
     first = [
-        train_images(replace(RUN, optimizer="SGD", weight_decay=decay, epochs=1, batch_size=32), None, CPU, ignored)
+        train_images(replace(RUN, optimizer=optimizer, weight_decay=decay, epochs=1, batch_size=32), None, CPU, ignored)
         for decay in (0.0, 0.5)
     ]
     assert first[0].epochs[0].squared_grad_norm == first[1].epochs[0].squared_grad_norm

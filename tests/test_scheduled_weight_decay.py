@@ -220,6 +220,18 @@ def test_a_resumed_run_has_the_same_bits() -> None:
     assert same(params, expected)
 
 
+def test_a_resumed_run_of_an_optimizer_without_second_moments_keeps_its_averages() -> None:
+    params = random_params([(9,)], torch.float64)
+    whole = copy.deepcopy(params)
+    grads = random_grads([(9,)], 20, torch.float64)
+    run(whole, grads, ScheduledWeightDecay(torch.optim.SGD(whole, lr=0.1, momentum=0.9), 1e-2))
+    first, second = (ScheduledWeightDecay(torch.optim.SGD(params, lr=0.1, momentum=0.9), 1e-2) for _ in range(2))
+    run(params, grads[:10], first)
+    second.load_state_dict(first.state_dict())
+    run(params, grads[10:], second)
+    assert torch.equal(params[0], whole[0])
+
+
 def test_copies_and_pickles_go_on_alike() -> None:
     params, grads, expected = halves()
     first = wrapped(params)

@@ -9,11 +9,11 @@ from benchmarks.paper.figures.rows import Row, grouped, last_epochs
 
 BY = ("data", "model", "optimizer", "lr", "weight_decay", "epochs")
 MEASURES = {
-    "test_error": "test error",
+    "test_error": "test error, %",
     "test_loss": "test loss",
     "train_loss": "train loss",
     "squared_grad_norm": "G",
-    "eigenvalue": "top eigenvalue",
+    "eigenvalue": "eigenvalue 1",
 }
 
 
@@ -27,20 +27,19 @@ def summary(rows: list[Row], title: str) -> Table:
     ]
     if "test_error" in measures:
         measures.remove("test_loss")
-    table = Table(title=title, caption="mean ± standard deviation over seeds, at the end", title_justify="left")
+    seeds = len({row["seed"] for row in last})
+    table = Table(title=title, caption=f"at the end of training; mean ± standard deviation of {seeds} seeds")
     for column in by:
-        table.add_column(column.replace("_", " "), no_wrap=True)
-    for measure in (*measures, "seeds"):
-        table.add_column(MEASURES.get(measure, measure), justify="right", no_wrap=True)
+        table.add_column({"weight_decay": "λ"}.get(column, column))
+    for measure in measures:
+        table.add_column(MEASURES[measure], justify="right")
     for key, of_key in grouped(last, by).items():
         values = [spread([row[measure] for row in of_key], measure) for measure in measures]
-        table.add_row(
-            *(f"{value:g}" if isinstance(value, float) else str(value) for value in key), *values, str(len(of_key))
-        )
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in key), *values)
     return table
 
 
 def spread(values: list[float], measure: str) -> str:
-    scale, form = (100, ".2f") if measure == "test_error" else (1, ".3g")
+    scale, form, spread_form = (100, ".2f", ".2f") if measure == "test_error" else (1, ".3g", ".1g")
     mean = f"{scale * np.mean(values):{form}}"  # NaN where a run diverged, at which statistics.stdev would fail
-    return f"{mean} ± {scale * np.std(values, ddof=1):{form}}" if len(values) > 1 else mean
+    return f"{mean} ± {scale * np.std(values, ddof=1):{spread_form}}" if len(values) > 1 else mean

@@ -23,5 +23,5 @@ def draw_gradnorm(rows: list[Row], picture: Path) -> None:
     grid[1][0].set_ylabel("squared gradient norm, G")
     legend(grid[0][0])
     data = NAMES.get(rows[0]["data"], rows[0]["data"])
-    note = seeds_note(rows, f"{data}. AdamW is given 1000 λ. Means over each epoch's minibatches.")
+    note = seeds_note(rows, f"Data: {data}. AdamW is given 1000 λ. Means over each epoch's minibatches.")
     save(figure, picture, "Gradient norms with weaker and stronger weight decay", note)

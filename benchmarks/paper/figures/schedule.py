@@ -9,7 +9,7 @@ from benchmarks.paper.figures.style import COLOURS, curve, lambda_name, legend, 
 
 MEASURES = {
     "squared_grad_norm": "G",
-    "adamw_weight_decay": "weight decay, in AdamW's terms",
+    "adamw_weight_decay": "decay, in AdamW's terms",
     "train_loss": "training loss",
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure  # without pyplot a figure draws with Agg, on machines without a display too
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.paper.figures.rows import Row, over_seeds
 
@@ -69,9 +70,13 @@ def lambda_axis(axes: Axes, rows: Iterable[Row]) -> None:
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Numbers as people write them, at 1, 2 and 5 of each decade."""
+    """Numbers as people write them, more of them in each decade where there are few decades."""
     if not isinstance(axis.get_major_locator(), FixedLocator):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_view_interval()
+        decades = math.log10(high / low)
+        axis.set_major_locator(
+            LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if decades < 1 else (1, 2, 5) if decades < 3 else (1,))
+        )
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
@@ -87,6 +92,8 @@ def save(figure: Figure, picture: Path, title: str, note: str) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
                 plain_log_ticks(axis)
+            elif axis.get_label_text() in ("epoch", "rank"):
+                axis.set_major_locator(MaxNLocator(integer=True))
         axes.title.set_fontsize(9.5)
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
@@ -98,4 +105,4 @@ def save(figure: Figure, picture: Path, title: str, note: str) -> None:
 
 def seeds_note(rows: list[Row], extra: str = "") -> str:
     count = len({row["seed"] for row in rows})
-    return f"Mean of {count} seeds; bands and bars reach from the least to the most of them. {extra}".rstrip()
+    return f"Mean of {count} seeds; bands reach from the least to the most of them. {extra}".rstrip()
