@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench frameworks clean
+.PHONY: demo test lint bench frameworks paper clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -12,7 +12,7 @@ test: lint
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu_code
 
-lint: $(VENV)/.with-demo,bench,test
+lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -26,6 +26,10 @@ bench: $(VENV)/.with-bench
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
 frameworks: $(VENV)/.with-test,frameworks
 	$(BIN)/python -m pytest tests/test_frameworks.py
+
+# Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
+paper: $(VENV)/.with-paper
+	$(BIN)/python -m benchmarks.paper all --preset quick $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf $(VENV) build *.egg-info swd_fused/*.so
