@@ -352,6 +352,8 @@ class FusedAdamS(Optimizer):
             "schedule": self.schedule,
             "max_grad_norm": self.max_grad_norm,
         }
+        if self._sharded_over is not None:
+            options["process_group"] = str(self._sharded_over)
         lines = [f"{name}: {value}" for name, value in options.items()]
         return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
 

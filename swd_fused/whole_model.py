@@ -23,11 +23,15 @@ class WholeModel:
     def __init__(self, sharded_over: ShardedOver | None) -> None:
         self._sharded_over = sharded_over
         self._params: list[Tensor] = []
+        self._shardings: dict[int, Sharding] = {}  # by id of these, since asking a mesh takes long
         self._collective: Collective | None = None
         self._checked = False
 
     def sharding_of(self, param: Tensor, group: Group) -> Sharding:
-        return sharding_of(param, self._over(group)) if is_distributed() else ()
+        if not is_distributed():
+            return ()
+        known = self._shardings.get(id(param))
+        return sharding_of(param, self._over(group)) if known is None else known
 
     def collective(self, groups: Sequence[Group], check: bool) -> Collective:
         """Of all parameters, not only of those that have a gradient here and now: all ranks must come to the same.
@@ -38,8 +42,11 @@ class WholeModel:
             return self.collective_of([(param, group) for group in groups for param in group["params"][:1]])
         params = list(chain.from_iterable(group["params"] for group in groups))
         if self._collective is None or not _are_the_same(params, self._params):
+            by_group = [(param, group) for group in groups for param in group["params"]]
+            self._shardings = {}
+            self._shardings = {id(param): self.sharding_of(param, group) for param, group in by_group}
             self._params = params
-            self._collective = self.collective_of([(param, group) for group in groups for param in group["params"]])
+            self._collective = self.collective_of(by_group)
             self._checked = False
         if check and not self._checked:
             # A group that says None for itself is known to be whole.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swd_fused import FusedAdamS
 from tests.definition import WRONG, AdamS, MeanNotClipped
 from tests.runs import GROUPS, SHAPES, defined, error, fused, moments, random_grads, random_params, run, to_numpy
 
