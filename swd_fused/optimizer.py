@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from operator import is_not
 from typing import Any, overload
@@ -180,6 +181,8 @@ class FusedAdamS(Optimizer):
         return loss
 
     def _step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        if grad_sumsq is None and numel is not None:
+            raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
         active = self._active()
@@ -267,14 +270,8 @@ class FusedAdamS(Optimizer):
         for bucket in buckets:
             bucket.need_no_sums()
         beta2 = self.param_groups[0]["betas"][1]
-        return self._whole_model_sum.number(known, active.params, beta2, self.max_grad_norm, self._sums_of_state)
-
-    def _sums_of_state(self) -> tuple[Tensor, Tensor]:
-        """Over all state, since wrappers show one group at a time."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        params = [(param, groups.get(param, {})) for param, state in self.state.items() if "exp_avg_sq" in state]
-        states = [(self._whole_model.sharding_of(param, group), self.state[param]) for param, group in params]
-        return known_sum.sums_of_state(states, self._whole_model.collective_of(params))
+        loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
+        return self._whole_model_sum.number(known, active.params, beta2, self.max_grad_norm, loaded)
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
