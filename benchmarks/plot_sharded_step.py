@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks.conditions import read_rows
 
 # Okabe and Ito's palette, which readers with any kind of colour vision can tell apart.
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
+COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#999999", "#D55E00", "#E69F00", "#CC79A7")
 
 
 def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
@@ -21,7 +21,7 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
     bars = [row for row in rows if row["contender"] != row["peer"]]
     names = list(dict.fromkeys(row["contender"] for row in bars))
     panels = list(dict.fromkeys((row["suite"], row["ranks"]) for row in bars))
-    figure = Figure(figsize=(10, 0.9 + 1.6 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(10, 0.9 + 2.0 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (suite, ranks) in zip(axes, panels, strict=True):
         own = {row["contender"]: row for row in bars if (row["suite"], row["ranks"]) == (suite, ranks)}

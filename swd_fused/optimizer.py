@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -237,6 +238,8 @@ class FusedAdamS(InAdamWTerms):
 
     def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         check_not_in_backward(grad_sumsq)
+        if grad_sumsq is None and numel is not None:
+            raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
         grads = [param.grad for param in self.numbered_params()]
@@ -348,16 +351,10 @@ class FusedAdamS(InAdamWTerms):
         for bucket in buckets:
             bucket.need_no_sums()
         beta2 = self.param_groups[0]["betas"][1]
+        loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
         return self._whole_model_sum.number(
-            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, self._sums_of_state
+            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, loaded
         )
-
-    def _sums_of_state(self) -> tuple[Tensor, Tensor]:
-        """Over all state, since wrappers show one group at a time."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        params = [(param, groups.get(param, {})) for param, state in self.state.items() if "exp_avg_sq" in state]
-        states = [(self._whole_model.sharding_of(param, group), self.state[param]) for param, group in params]
-        return known_sum.sums_of_state(states, self._whole_model.collective_of(params))
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
         amsgrad = self.param_groups[group_index]["amsgrad"]
@@ -389,6 +386,8 @@ class FusedAdamS(InAdamWTerms):
         }
         asked_for = self.options._asdict().items() - Options()._asdict().items()
         options.update(sorted(asked_for))
+        if self._sharded_over is not None:
+            options["process_group"] = str(self._sharded_over)
         lines = [f"{name}: {value}" for name, value in options.items()]
         return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
 
