@@ -1,4 +1,4 @@
-"""Make Triton's interpreter faster where kernels call functions: more than twice as fast for ours. Seen in Triton 3.7.1.
+"""Make Triton's interpreter faster where kernels call functions: twice as fast for ours. Seen in Triton 3.7.1.
 
 Each call, of the kernel and of any function within it, looks through all of Triton's language for builtins to replace,
 though after the first of these calls there are none.
