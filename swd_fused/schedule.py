@@ -48,7 +48,9 @@ class Hyper:
                 self.column("lr")[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
 
 
-def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: str, bias_correction: bool) -> list[HyperRow]:
+def hyper_rows(
+    groups: Sequence[Mapping[str, Any]], decay: str = "scheduled", bias_correction: bool = True
+) -> list[HyperRow]:
     return [
         HyperRow(
             -1.0 if isinstance(group["lr"], Tensor) else max(0.0, group["lr"]),

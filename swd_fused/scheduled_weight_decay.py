@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
 from swd_fused.decay_warning import DecayWarning
-from swd_fused.schedule import Hyper
+from swd_fused.schedule import Hyper, hyper_rows
 
 # What optimizers without such a group entry are given: Adam's usual ones.
 BETA2 = 0.999
@@ -136,7 +136,7 @@ class ScheduledWeightDecay(Optimizer):
 
     def _hyper(self) -> Hyper:
         groups = _schedule_groups(self.param_groups)
-        hyper = Hyper(groups, self.exp_avg_sq_mean.device)
+        hyper = Hyper(hyper_rows(groups), self.exp_avg_sq_mean.device)
         hyper.set_tensor_lrs(groups)
         return hyper
 

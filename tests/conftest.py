@@ -1,31 +1,76 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU here
-
+import numpy as np
 import pytest
 import torch
 
 from swd_fused import backends
-from tests.gpu_code import interpreter_bf16, interpreter_speed
+from tests.device import DEVICE
 
-if os.environ["TRITON_INTERPRET"] == "1":
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.gpu_code import interpreter_bf16, interpreter_speed
+
     interpreter_bf16.install()
     interpreter_speed.install()
 
 
 def pytest_report_header() -> str:
     cpu = backends.load_cpu_backend()
-    return f"swd_fused: cpu backend {cpu if isinstance(cpu, str) else 'built'}, torch {torch.__version__}"
+    built = cpu if isinstance(cpu, str) else "built"
+    return f"swd_fused: device {DEVICE}, cpu backend {built}, torch {torch.__version__}"
 
 
-@pytest.fixture(params=["torch", "cpu", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that must serve CPU tensors. A missing one fails: a test suite without it shows nothing."""
-    return str(request.param)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "backends(without=(), interpreted=True, split=False): which backends the fixture of that name goes through. "
+        "interpreted=False keeps a test out of Triton's interpreter, where it would take long; split=True adds the "
+        "Triton backend's passes as launches of their own, of several programs.",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each backend that must serve the device. A missing one fails: a test suite without it shows nothing."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("backends")
+    options = {"without": (), "interpreted": True, "split": False, **(marker.kwargs if marker else {})}
+    names = ["torch", "cpu"] if DEVICE == "cpu" else ["torch"]
+    if options["interpreted"] or DEVICE != "cpu":
+        names += ["triton", "triton-split"] if options["split"] else ["triton"]
+    names = [name for name in names if name not in options["without"]]
+    metafunc.parametrize("backend", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a GPU the tests that are about backends, and its own."""
+    if DEVICE == "cpu":
+        return
+    on_device = [item for item in items if "backend" in item.fixturenames or "test_gpu" in item.nodeid]  # type: ignore[attr-defined]
+    config.hook.pytest_deselected(items=[item for item in items if item not in on_device])
+    items[:] = on_device
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name to pass on. Triton's is one name for both ways to launch."""
+    name, _, split = request.param.partition("-")
+    if name != "triton":
+        yield name
+        return
+    from tests.triton_launches import launches
+
+    # A GPU does not tell of a NaN that it computes.
+    with launches(split=bool(split)), np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        yield name
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+def _seed_and_device() -> Iterator[None]:
+    with nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
+        torch.manual_seed(0)
+        yield

@@ -11,14 +11,30 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from tests.definition import AdamS, Group
+from tests.device import DEVICE
 
 SHAPES = [(257,), (31, 17), (), (0,), (3, 5, 7), (5000,)]
+
+# For the interpreter, which takes milliseconds for each block: whole blocks, tails and several segments all the same.
+SMALL_SHAPES = [(257,), (31, 17), (), (0,), (3, 5, 7), (1300,)]
 
 # Two groups that differ in everything, one of them without decay.
 GROUPS = [
     {"params": [0, 1, 2], "lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8},
     {"params": [3, 4, 5], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6},
 ]
+
+
+def is_interpreted(backend: str) -> bool:
+    return backend == "triton" and DEVICE == "cpu"
+
+
+def shapes_for(backend: str) -> list[tuple[int, ...]]:
+    return SMALL_SHAPES if is_interpreted(backend) else SHAPES
+
+
+def steps_for(backend: str, steps: int) -> int:
+    return min(steps, 4) if is_interpreted(backend) else steps
 
 
 def random_params(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -38,7 +54,7 @@ def random_grads(shapes: list[tuple[int, ...]], steps: int, dtype: torch.dtype =
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().double().numpy().astype(np.longdouble)
+    return tensor.detach().double().cpu().numpy().astype(np.longdouble)
 
 
 def run(params: list[torch.nn.Parameter], grads: list[list[Tensor | None]], optimizer: torch.optim.Optimizer) -> None:
@@ -77,8 +93,3 @@ def error(tensors: list[Tensor], references: list[np.ndarray]) -> float:
 
 def moments(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], key: str) -> list[Tensor]:
     return [optimizer.state[param][key] for param in params]
-
-
-def steps_for(backend: str, steps: int) -> int:
-    """Fewer in Triton's interpreter, which takes 0.15 s for each."""
-    return min(steps, 5) if backend.startswith("triton") else steps

@@ -7,7 +7,20 @@ import torch
 
 from swd_fused import FusedAdamS
 from tests.definition import WRONG, AdamS, MeanNotClipped
-from tests.runs import GROUPS, SHAPES, defined, error, fused, moments, random_grads, random_params, run, to_numpy
+from tests.runs import (
+    GROUPS,
+    defined,
+    error,
+    fused,
+    is_interpreted,
+    moments,
+    random_grads,
+    random_params,
+    run,
+    shapes_for,
+    steps_for,
+    to_numpy,
+)
 
 STEPS = 40
 MODES = [
@@ -20,8 +33,9 @@ MODES = [
 
 
 def close_to_definition(backend: str, definition: type[AdamS], **options: object) -> bool:
-    params = random_params(SHAPES, torch.float64)
-    grads = random_grads(SHAPES, STEPS, torch.float64)
+    shapes = shapes_for(backend)
+    params = random_params(shapes, torch.float64)
+    grads = random_grads(shapes, steps_for(backend, STEPS), torch.float64)
     reference = defined(params, grads, definition=definition, **options)
     optimizer = fused(params, backend=backend, **options)
     run(params, grads, optimizer)
@@ -37,26 +51,30 @@ def close_to_definition(backend: str, definition: type[AdamS], **options: object
     return max(apart) < 1e-14
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("options", MODES)
 def test_equals_the_definition(backend: str, options: dict[str, object]) -> None:
     assert close_to_definition(backend, AdamS, **options)
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_variants_are_told_apart(backend: str, wrong: type[AdamS]) -> None:
     options = {"max_grad_norm": 1.0} if wrong is MeanNotClipped else {}
     assert not close_to_definition(backend, wrong, **options)
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_adam_at_zero_decay(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
-    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, STEPS, dtype)
+    shapes = shapes_for(backend)
+    params, grads = random_params(shapes, dtype), random_grads(shapes, steps_for(backend, STEPS), dtype)
     peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
     run(
         params,
         grads,
-        fused(params, [{"params": range(len(SHAPES))}], weight_decay=0.0, amsgrad=amsgrad, backend=backend),
+        fused(params, [{"params": range(len(shapes))}], weight_decay=0.0, amsgrad=amsgrad, backend=backend),
     )
     run(peers, grads, torch.optim.Adam(peers, amsgrad=amsgrad))
     for param, peer in zip(params, peers, strict=True):
@@ -66,30 +84,32 @@ def test_equals_adam_at_zero_decay(backend: str, dtype: torch.dtype, amsgrad: bo
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.backends(without=("torch",))
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cpu_is_as_accurate_as_plain_pytorch(dtype: torch.dtype, amsgrad: bool) -> None:
-    """Over hundreds of steps its error is at most twice that of plain PyTorch in the same dtype."""
-    steps = 200
-    start, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps, dtype)
+def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
+    """Over hundreds of steps their error is at most twice that of plain PyTorch in the same dtype."""
+    shapes = shapes_for(backend)
+    steps = 10 if is_interpreted(backend) else 200
+    start, grads = random_params(shapes, dtype), random_grads(shapes, steps, dtype)
     options = {"amsgrad": amsgrad, "max_grad_norm": 2.0}
     reference = defined(start, grads, **options)
     errors = {}
-    for backend in ("torch", "cpu"):
+    for name in ("torch", backend):
         params = [torch.nn.Parameter(param.detach().clone()) for param in start]
-        optimizer = fused(params, backend=backend, **options)
+        optimizer = fused(params, backend=name, **options)
         run(params, grads, optimizer)
-        errors[backend] = {
+        errors[name] = {
             "param": error(params, reference.params),
             "exp_avg": error(moments(optimizer, params, "exp_avg"), reference.exp_avg),
             "exp_avg_sq": error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq),
             "mean": abs(float(to_numpy(optimizer.exp_avg_sq_mean) / reference.exp_avg_sq_mean - 1)),
         }
     for name in ("param", "exp_avg", "exp_avg_sq"):
-        assert 0 < errors["cpu"][name] <= 2 * errors["torch"][name], (name, errors)
+        assert 0 < errors[backend][name] <= 2 * errors["torch"][name], (name, errors)
     # The mean's error is that of the stored second moments; the sum itself may add a few roundings.
     computes_in = torch.promote_types(dtype, torch.float32)
-    assert errors["cpu"]["mean"] <= 2 * errors["torch"]["mean"] + 4 * torch.finfo(computes_in).eps
+    assert errors[backend]["mean"] <= 2 * errors["torch"]["mean"] + 4 * torch.finfo(computes_in).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,12 +120,14 @@ def test_moments_are_never_16_bits(backend: str, dtype: torch.dtype) -> None:
     assert {optimizer.state[params[0]][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
 
 
+@pytest.mark.backends(split=True)
 def test_groups_may_differ_in_everything(backend: str) -> None:
     groups = [
         {**GROUPS[0], "amsgrad": True, "max_decay": 1e-6},
         {**GROUPS[1], "weight_decay": 0.3, "maximize": True, "max_decay": 1.0},
     ]
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, STEPS, torch.float64)
+    shapes, steps = shapes_for(backend), steps_for(backend, STEPS)
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     reference = defined(params, grads, groups)
     optimizer = fused(params, groups, backend=backend)
     with pytest.warns(UserWarning, match="max_decay=1e-06 binds in parameter group 0"):
@@ -118,7 +140,8 @@ def test_groups_may_differ_in_everything(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_parameters_are_pairs_of_reals(backend: str, dtype: torch.dtype) -> None:
     real = dtype.to_real()
-    params, grads = random_params([(6, 2), (5, 2)], real), random_grads([(6, 2), (5, 2)], STEPS, real)
+    shapes = [(6, 2), (5, 2)]
+    params, grads = random_params(shapes, real), random_grads(shapes, steps_for(backend, STEPS), real)
     twins = [torch.nn.Parameter(torch.view_as_complex(param.detach().clone())) for param in params]
     run(params, grads, fused(params, [{"params": [0, 1]}], backend=backend))
     complex_grads = [[torch.view_as_complex(g) for g in step] for step in grads]

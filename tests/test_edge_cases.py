@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.runs import defined, error, random_grads, random_params, run
+from tests.runs import defined, error, is_interpreted, random_grads, random_params, run
 
 
 def assert_as_defined(backend: str, shapes: list[tuple[int, ...]], steps: int = 5) -> None:
+    steps = min(steps, 2) if is_interpreted(backend) else steps
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     reference = defined(params, grads, [{"params": range(len(shapes))}])
     run(params, grads, FusedAdamS(params, backend=backend))
     assert error(params, reference.params) < 1e-15
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("position", [0, 1, 3])
 def test_empty_and_zero_dimensional_tensors_anywhere(backend: str, position: int) -> None:
     shapes: list[tuple[int, ...]] = [(5,), (4, 3), (7,)]
@@ -23,6 +25,7 @@ def test_empty_and_zero_dimensional_tensors_anywhere(backend: str, position: int
     assert_as_defined(backend, shapes)
 
 
+@pytest.mark.backends(split=True)
 def test_only_empty_tensors(backend: str) -> None:
     params = random_params([(0,), (2, 0)])
     optimizer = FusedAdamS(params, backend=backend)
@@ -33,18 +36,38 @@ def test_only_empty_tensors(backend: str) -> None:
 
 # Around a vector, a block, a chunk, and several chunks of the kernels, and the torch backend's batch.
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 63, 65, 4095, 4096, 4097, 32767, 32769, 100_003, 131_073])
+@pytest.mark.backends(interpreted=False)
 def test_sizes_around_the_kernels_limits(backend: str, numel: int) -> None:
     assert_as_defined(backend, [(numel,)], steps=3)
 
 
+# Around a vector, a block, what pass 1 has on its way, and the most that a segment holds.
+@pytest.mark.parametrize("numel", [1, 3, 4, 5, 511, 512, 513, 4095, 4096, 4097, 9000])
+@pytest.mark.backends(without=("torch", "cpu"), split=True)
+def test_sizes_around_tritons_limits(backend: str, numel: int) -> None:
+    assert_as_defined(backend, [(numel,)], steps=3)
+
+
+@pytest.mark.backends(without=("torch", "cpu"), split=True)
+def test_segments_that_are_full(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At their real length of 2^18 elements the interpreter would take long."""
+    from swd_fused.backends import triton_parts
+
+    monkeypatch.setattr(triton_parts, "MAX_SEGMENT", 2 * triton_parts.BLOCK)
+    assert_as_defined(backend, [(1023,), (1024,), (1025,), (5000,)], steps=3)
+
+
 def test_thousands_of_tiny_tensors(backend: str) -> None:
-    assert_as_defined(backend, [(1 + i % 5,) for i in range(3000)], steps=2)
+    """More than the interpreted kernels add up at once, in any case."""
+    assert_as_defined(backend, [(1 + i % 5,) for i in range(140 if is_interpreted(backend) else 3000)], steps=2)
 
 
 def test_a_large_matrix_of_few_rows(backend: str) -> None:
-    assert_as_defined(backend, [(1, 300_000), (300_000, 1), (2, 3, 70_000)], steps=2)
+    columns = 3_000 if is_interpreted(backend) else 300_000
+    assert_as_defined(backend, [(1, columns), (columns, 1), (2, 3, columns // 4)], steps=2)
 
 
+@pytest.mark.backends(split=True)
 def test_a_gradient_that_comes_and_goes(backend: str) -> None:
     """Each parameter has its own step count, and is neither decayed nor counted while it has no gradient."""
     shapes = [(50,), (60,), (70,)]
@@ -70,6 +93,7 @@ def test_all_gradients_none(backend: str) -> None:
     assert not optimizer.state
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("schedule", ["exact", "lagged"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_zero_gradients_on_a_fresh_optimizer_change_nothing(backend: str, schedule: str, amsgrad: bool) -> None:
@@ -93,6 +117,7 @@ def test_tiny_gradients_do_not_explode_the_decay(backend: str) -> None:
     torch.testing.assert_close(param.detach(), torch.full((10,), 0.9 - 1e-3), rtol=1e-6, atol=0)
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_gradient_does_not_spread(backend: str, bad: float) -> None:
     """One bad value spoils its own element, as in AdamW, and not all weights through the schedule."""
@@ -107,6 +132,7 @@ def test_a_bad_gradient_does_not_spread(backend: str, bad: float) -> None:
     assert params[1].isfinite().all()
 
 
+@pytest.mark.backends(split=True)
 def test_amsgrad_keeps_nan_as_torch_does(backend: str) -> None:
     param = torch.nn.Parameter(torch.ones(20))
     optimizer = FusedAdamS([param], amsgrad=True, backend=backend)

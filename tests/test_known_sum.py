@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from swd_fused import FusedAdamS
 from tests.ranks import once_on_ranks
-from tests.runs import defined, error, random_grads, random_params
+from tests.runs import defined, error, random_grads, random_params, steps_for
 from tests.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
 from tests.sharded_model import defined as defined_model
 
@@ -29,7 +29,7 @@ def sumsq(grads: list[Tensor]) -> Tensor:
 
 
 def prepared(backend: str, **options: Any) -> tuple[list[torch.nn.Parameter], list[list[Tensor]], FusedAdamS]:
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 10, torch.float64)
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
     groups = [{**group, "params": [params[i] for i in group["params"]]} for group in GROUPS]
     return params, grads, FusedAdamS(groups, lr=0.01, backend=backend, **options)
 
@@ -72,7 +72,7 @@ def test_parts_of_a_step_share_a_known_sum(backend: str) -> None:
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
     for t, step_grads in enumerate(grads):
-        if t == 6:
+        if t == len(grads) // 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         known = sumsq(step_grads)
         groups = optimizer.param_groups

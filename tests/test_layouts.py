@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.runs import defined, error, moments
+from tests.runs import defined, error, is_interpreted, moments, random_grads, random_params, steps_for
 
 STEPS = 6
 SHAPE = (6, 4, 5, 3)
@@ -39,7 +39,8 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 @pytest.mark.parametrize("param_layout", LAYOUTS)
 def test_strides(backend: str, param_layout: str, grad_layout: str, state_layout: str | None, amsgrad: bool) -> None:
     param = torch.nn.Parameter(laid_out(torch.randn(SHAPE, dtype=torch.float64), param_layout))
-    grads = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(STEPS)]
+    steps = 2 if is_interpreted(backend) else STEPS
+    grads = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(steps)]
     reference = defined([param], [[g] for g in grads], [{"params": [0]}], amsgrad=amsgrad)
     optimizer = FusedAdamS([param], amsgrad=amsgrad, backend=backend)
     strides = param.stride()
@@ -56,6 +57,48 @@ def test_strides(backend: str, param_layout: str, grad_layout: str, state_layout
         assert error(moments(optimizer, [param], key), [getattr(reference, key)[0]]) < 1e-15
 
 
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_all_layouts_side_by_side(backend: str, amsgrad: bool) -> None:
+    """In a step tensors with and without copies take turns; from step to step each gradient's layout changes."""
+    layouts = list(LAYOUTS)
+    params = [torch.nn.Parameter(laid_out(torch.randn(SHAPE, dtype=torch.float64), layout)) for layout in layouts]
+    grads = [[torch.randn(SHAPE, dtype=torch.float64) for _ in layouts] for _ in range(3)]
+    reference = defined(params, grads, [{"params": range(len(layouts))}], amsgrad=amsgrad)
+    optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
+    for t, step_grads in enumerate(grads):
+        for i, (param, grad) in enumerate(zip(params, step_grads, strict=True)):
+            param.grad = laid_out(grad, layouts[(t * i) % len(layouts)])
+        optimizer.step()
+    assert error(params, reference.params) < 1e-15
+    assert error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq) < 1e-15
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+def test_unaligned_memory(backend: str, offset: int) -> None:
+    """Tensors that begin anywhere in their storage: each of parameter, gradient and moments by itself."""
+
+    def moved(tensor: Tensor, by: int) -> Tensor:
+        return torch.cat([tensor.new_zeros(by), tensor])[by:]
+
+    shapes = [(1001,)] * 4
+    params, grads = random_params(shapes), random_grads(shapes, 2)
+    results = []
+    for off in (0, offset):
+        own = [torch.nn.Parameter(moved(p.detach(), off if i == 0 else 0)) for i, p in enumerate(params)]
+        optimizer = FusedAdamS(own, amsgrad=True, backend=backend)
+        for step_grads in grads:
+            for i, (param, grad) in enumerate(zip(own, step_grads, strict=True)):
+                param.grad = moved(grad, off if i == 1 else 0)
+            optimizer.step()
+            for i, key in ((2, "exp_avg"), (3, "max_exp_avg_sq")):
+                optimizer.state[own[i]][key] = moved(optimizer.state[own[i]][key], off)
+        results.append([*own, *moments(optimizer, own, "exp_avg_sq")])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_the_gradient_is_not_written_to(backend: str) -> None:
     param = torch.nn.Parameter(torch.randn(100))
     grad = torch.randn(100)
@@ -64,6 +107,7 @@ def test_the_gradient_is_not_written_to(backend: str) -> None:
     assert torch.equal(param.grad, grad)
 
 
+@pytest.mark.backends(split=True)
 def test_expanded_gradient(backend: str) -> None:
     """As `param.sum().backward()` makes them: torch 2.13's fused CPU AdamW gives NaN here."""
     param = torch.nn.Parameter(torch.randn(40, 50, dtype=torch.float64))
@@ -91,7 +135,8 @@ def test_parameter_and_gradient_in_different_dtypes(
     backend: str, param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> None:
     """As `param.grad_dtype` allows them. Equal to the same numbers in the parameter's own or in a wider dtype."""
-    values, grads = torch.randn(3000).to(param_dtype), [torch.randn(3000).to(grad_dtype) for _ in range(STEPS)]
+    numel, steps = (700, 2) if is_interpreted(backend) else (3000, STEPS)
+    values, grads = torch.randn(numel).to(param_dtype), [torch.randn(numel).to(grad_dtype) for _ in range(steps)]
     wide = torch.promote_types(torch.promote_types(param_dtype, grad_dtype), torch.float32)
     results = []
     for own_dtype in (grad_dtype, wide):
@@ -104,13 +149,15 @@ def test_parameter_and_gradient_in_different_dtypes(
         results.append(param)
     # The schedule comes from sums in float32, good to 1e-6: half of that, in each step, of a shrink of 5e-7 of weights
     # of up to 4. Other dtypes than float64 cannot show it.
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=STEPS * 1e-12)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=steps * 1e-12)
 
 
+@pytest.mark.backends(split=True)
 def test_mixed_dtypes_in_one_group(backend: str) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
     params = [torch.nn.Parameter(torch.randn(700, dtype=torch.float64).to(dtype)) for dtype in dtypes]
-    grads = [[torch.randn(700).to(dtype) for dtype in dtypes] for _ in range(STEPS)]
+    steps = steps_for(backend, STEPS)
+    grads = [[torch.randn(700).to(dtype) for dtype in dtypes] for _ in range(steps)]
     reference = defined(params, grads, [{"params": range(5)}])
     optimizer = FusedAdamS(params, backend=backend)
     for step_grads in grads:
@@ -120,7 +167,7 @@ def test_mixed_dtypes_in_one_group(backend: str) -> None:
     for param, expected in zip(params, reference.params, strict=True):
         # Half a unit in the last place for each step at values of up to 4, and through the schedule all share the
         # second moments' rounding in float32: 1e-7 of a shrink of 5e-7.
-        assert error([param], [expected]) < STEPS * (2 * torch.finfo(param.dtype).eps + 1e-13)
+        assert error([param], [expected]) < steps * (2 * torch.finfo(param.dtype).eps + 1e-13)
     torch.testing.assert_close(
         optimizer.exp_avg_sq_mean, torch.tensor(float(reference.exp_avg_sq_mean)).double(), rtol=1e-6, atol=0
     )

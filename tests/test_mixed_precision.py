@@ -39,17 +39,17 @@ def test_masters_are_the_run_in_float32(backend: str, dtype: torch.dtype) -> Non
 
 
 def test_masters_keep_updates_that_rounding_loses(backend: str) -> None:
-    """A thousandth of a bfloat16's last place, many times over."""
+    """A quarter of a bfloat16's last place, many times over."""
     steps = steps_for(backend, 60)
     grads = [[torch.full((64,), 1e-3, dtype=torch.bfloat16)] for _ in range(steps)]
     moved = {}
     for masters in (False, True):
         param = torch.nn.Parameter(torch.full((64,), 1.0, dtype=torch.bfloat16))
-        group = [{"params": [0], "lr": 0.04 / steps, "weight_decay": 0.0}]
+        group = [{"params": [0], "lr": 1e-3, "weight_decay": 0.0}]
         run([param], grads, fused([param], group, master_weights=masters, backend=backend))
         moved[masters] = float((1 - param.detach().float()).mean())
     assert moved[False] == 0.0
-    assert moved[True] == pytest.approx(0.04, abs=0.004)
+    assert moved[True] == pytest.approx(1e-3 * steps, abs=2e-3)
 
 
 def test_only_16_bit_parameters_get_masters(backend: str) -> None:
@@ -98,9 +98,9 @@ def test_stochastic_rounding_moves_where_nearest_stalls(backend: str) -> None:
     steps = steps_for(backend, 60)
     grads = [[torch.full((600,), 1e-3, dtype=torch.bfloat16)] for _ in range(steps)]
     param = torch.nn.Parameter(torch.ones(600, dtype=torch.bfloat16))
-    group = [{"params": [0], "lr": 0.04 / steps, "weight_decay": 0.0}]
+    group = [{"params": [0], "lr": 1e-3, "weight_decay": 0.0}]
     run([param], grads, fused([param], group, stochastic_rounding=True, backend=backend))
-    assert float((1 - param.detach().double()).mean()) == pytest.approx(0.04, abs=0.004)
+    assert float((1 - param.detach().double()).mean()) == pytest.approx(1e-3 * steps, rel=0.2)
 
 
 def rounded_run(backend: str, seed: int, steps: int, resume_at: int | None = None) -> list[torch.Tensor]:

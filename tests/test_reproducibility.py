@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.runs import random_grads, random_params, run
+from tests.runs import is_interpreted, random_grads, random_params, run
 
 SHAPES = [(70_001,), (300, 50), (7,), (), (0,), (4, 3, 3, 3)]
+SMALL_SHAPES = [(1025,), (30, 20), (7,), (), (0,), (4, 3, 3, 3)]  # for Triton's interpreter
 OPTIONS = [
     pytest.param({}, id="exact"),
     pytest.param({"schedule": "lagged"}, id="lagged"),
@@ -31,11 +32,16 @@ def _restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def trained(threads: int, **options: Any) -> list[torch.Tensor]:
+def shapes_for(backend: str) -> list[tuple[int, ...]]:
+    return SMALL_SHAPES if is_interpreted(backend) else SHAPES
+
+
+def trained(threads: int, backend: str, **options: Any) -> list[torch.Tensor]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
-    optimizer = FusedAdamS(params, **options)
+    shapes = shapes_for(backend)
+    params, grads = random_params(shapes), random_grads(shapes, 3)
+    optimizer = FusedAdamS(params, backend=backend, **options)
     run(params, grads, optimizer)
     return [*params, optimizer.exp_avg_sq_mean, optimizer.grad_norm]
 
@@ -48,6 +54,7 @@ def test_threads_do_not_matter(options: dict[str, Any]) -> None:
         assert all(map(torch.equal, one, trained(threads, backend="cpu", **options)))
 
 
+@pytest.mark.backends(split=True)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_runs_are_equal(backend: str, options: dict[str, Any]) -> None:
     threads = torch.get_num_threads()
@@ -86,14 +93,29 @@ def through_pickle(optimizer: FusedAdamS, params: list[torch.nn.Parameter], **_:
     return repointed(pickle.loads(pickle.dumps(optimizer)), params, params)
 
 
+@pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("resume", [through_state_dict, through_a_file, through_deepcopy, through_pickle])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_resumed_run_is_bit_identical(
     backend: str, options: dict[str, Any], layout: str, resume: Callable[..., FusedAdamS]
 ) -> None:
-    options = {**options, "backend": backend}
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 10)
+    assert_same_after_resume(resume, layout, steps_before=5, steps_after=5, backend=backend, **options)
+
+
+@pytest.mark.backends(without=("torch", "cpu"), split=True)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_resumed_run_on_triton_is_bit_identical(backend: str, options: dict[str, Any], layout: str) -> None:
+    """However it is resumed the sums are rebuilt from the moments."""
+    assert_same_after_resume(through_state_dict, layout, steps_before=4, steps_after=2, backend=backend, **options)
+
+
+def assert_same_after_resume(
+    resume: Callable[..., FusedAdamS], layout: str, steps_before: int, steps_after: int, **options: Any
+) -> None:
+    shapes = shapes_for(options["backend"])
+    params, grads = random_params(shapes), random_grads(shapes, steps_before + steps_after)
     if layout == "transposed":
         params = [
             torch.nn.Parameter(param.detach().mT.contiguous().mT if param.dim() > 1 else param) for param in params
@@ -102,12 +124,12 @@ def test_a_resumed_run_is_bit_identical(
         step_grads[2] = None  # a parameter that has a state but no gradient any more
     twins = [copy.deepcopy(param) for param in params]
     uninterrupted = FusedAdamS(params, **options)
-    run(params, grads[:5], uninterrupted)
+    run(params, grads[:steps_before], uninterrupted)
 
     optimizer = FusedAdamS(twins, **options)
-    run(twins, grads[:5], optimizer)
+    run(twins, grads[:steps_before], optimizer)
     optimizer = resume(optimizer, twins, **options)
-    for step_grads in grads[5:]:
+    for step_grads in grads[steps_before:]:
         run(params, [step_grads], uninterrupted)
         run(twins, [step_grads], optimizer)
         # In float64, so it shows a sum that was rebuilt in another order, which float32 weights need not.
@@ -115,13 +137,15 @@ def test_a_resumed_run_is_bit_identical(
         assert all(map(torch.equal, params, twins))
 
 
+@pytest.mark.backends(split=True)
 def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str) -> None:
     """Resetting the moments in place, or replacing them, must not leave a stale sum behind."""
     for write in (
         lambda state: state["exp_avg_sq"].mul_(4.0),
         lambda state: state.update(exp_avg_sq=state["exp_avg_sq"] * 4.0),
     ):
-        params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+        shapes = shapes_for(backend)
+        params, grads = random_params(shapes), random_grads(shapes, 4)
         twins = [copy.deepcopy(param) for param in params]
         optimizers = [FusedAdamS(params, backend=backend), FusedAdamS(twins, backend=backend)]
         for tensors, optimizer in zip((params, twins), optimizers, strict=True):
@@ -135,7 +159,8 @@ def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str) 
 
 
 def test_a_state_that_was_cleared_starts_anew(backend: str) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    shapes = shapes_for(backend)
+    params, grads = random_params(shapes), random_grads(shapes, 3)
     optimizer = FusedAdamS(params, backend=backend)
     run(params, grads, optimizer)
     optimizer.state.clear()

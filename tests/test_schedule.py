@@ -13,13 +13,14 @@ from sklearn.datasets import load_digits
 
 from swd_fused import FusedAdamS
 from tests.definition import MeanOfStepBefore
-from tests.runs import defined, error, random_grads, random_params, run
+from tests.runs import defined, error, random_grads, random_params, run, steps_for, to_numpy
 
 SHAPES = [(300,), (40, 5)]
 
 
+@pytest.mark.backends(split=True)
 def test_clipping_equals_clip_grad_norm(backend: str) -> None:
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 10, torch.float64)
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
     twins = [copy.deepcopy(param) for param in params]
     optimizer, peer = FusedAdamS(params, max_grad_norm=2.0, backend=backend), FusedAdamS(twins, backend=backend)
     for step_grads in grads:
@@ -29,12 +30,13 @@ def test_clipping_equals_clip_grad_norm(backend: str) -> None:
         norm = torch.nn.utils.clip_grad_norm_(twins, 2.0)
         torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-12, atol=0)
         peer.step()
-    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-14
+    assert error(params, [to_numpy(twin) for twin in twins]) < 1e-14
 
 
+@pytest.mark.backends(split=True)
 def test_lagged_uses_the_mean_of_the_step_before(backend: str) -> None:
     """The first step is exact. The mean that is reported is the one that was used."""
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 10, torch.float64)
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
     reference = defined(params, grads, [{"params": range(2)}], MeanOfStepBefore, lr=0.1)
     before = defined(params, grads[:-1], [{"params": range(2)}], lr=0.1)
     optimizer = FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend)
@@ -44,6 +46,7 @@ def test_lagged_uses_the_mean_of_the_step_before(backend: str) -> None:
     torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
 
 
+@pytest.mark.backends(split=True)
 def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> None:
     shapes = [(20,), (30,)]
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, 4, torch.float64)
@@ -59,6 +62,7 @@ def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> Non
     assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean
 
 
+@pytest.mark.backends(split=True)
 def test_lagged_is_over_the_parameters_that_took_the_step_before(backend: str) -> None:
     """Whichever have a gradient now: on shards the others cannot know, and one process does the same."""
     shapes = [(20,), (30,), (7, 5)]
@@ -68,6 +72,21 @@ def test_lagged_is_over_the_parameters_that_took_the_step_before(backend: str) -
     reference = defined(params, grads, [{"params": range(3)}], MeanOfStepBefore, lr=0.1)
     run(params, grads, FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend))
     assert error(params, reference.params) < 1e-14
+
+
+@pytest.mark.backends(without=("torch",), split=True)
+def test_lagged_with_betas_that_change(backend: str) -> None:
+    """The mean of the step before is corrected with the betas that hold now, whoever computes it."""
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 4, torch.float64)
+    twins = [copy.deepcopy(param) for param in params]
+    optimizers = [FusedAdamS(params, schedule="lagged", lr=0.1, backend=backend)]
+    optimizers.append(FusedAdamS(twins, schedule="lagged", lr=0.1, backend="torch"))
+    for optimizer, tensors in zip(optimizers, (params, twins), strict=True):
+        run(tensors, grads[:3], optimizer)
+        optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+        run(tensors, grads[3:], optimizer)
+    torch.testing.assert_close(optimizers[0].exp_avg_sq_mean, optimizers[1].exp_avg_sq_mean, rtol=1e-12, atol=0)
+    assert error(params, [to_numpy(twin) for twin in twins]) < 1e-14
 
 
 def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, np.ndarray]:
@@ -118,7 +137,7 @@ def test_decay_is_visible_as_adamws(backend: str) -> None:
     adamw.load_state_dict(state)
     adamw.param_groups[0]["weight_decay"] = effective
     run(twins, grads[2:], adamw)
-    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-15
+    assert error(params, [to_numpy(twin) for twin in twins]) < 1e-15
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
@@ -139,7 +158,7 @@ def test_match_adamw(backend: str, steps_before: int) -> None:
     run(params, grads[steps_before:-1], optimizer)
     adamw.param_groups[1].update(lr=0.01)
     run(twins, grads[steps_before:-1], adamw)
-    assert error(params, [twin.detach().numpy() for twin in twins]) < 1e-15
+    assert error(params, [to_numpy(twin) for twin in twins]) < 1e-15
     assert optimizer.effective_weight_decay() == pytest.approx([0.1, 0.0], rel=1e-12)
 
     matched = optimizer.param_groups[0]["weight_decay"]

@@ -26,37 +26,43 @@ class Operands:
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._written_copies: list[tuple[Tensor, Tensor]] = []
+        self._dtypes: list[torch.dtype] = []
+        self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
 
     def refresh(self, bucket: Bucket) -> bool:
         """Before each step. Whether there are other dtypes than those that were seen last."""
-        columns = [
-            *(bucket.params, bucket.grads, bucket.exp_avgs, bucket.exp_avg_sqs),
-            *(bucket.max_exp_avg_sqs, bucket.masters),
-        ]
-        tensors = list(chain.from_iterable(columns))
-        dtypes = [tensor.dtype for tensor in tensors]
+        columns = columns_of(bucket)
+        # Moments that are the same tensors at the same addresses have not changed otherwise.
+        given = [*bucket.params, *bucket.grads]
         try:
-            seen = [dtypes, list(map(Tensor.stride, tensors)), list(map(Tensor.data_ptr, tensors))]
-            seen.append(list(map(Tensor.is_neg, bucket.grads)))
+            seen = [
+                list(map(Tensor.data_ptr, chain.from_iterable(columns))),
+                [tensor.dtype for tensor in given],
+                list(map(Tensor.numel, given)),
+                list(map(Tensor.stride, given)),
+                list(map(Tensor.is_neg, bucket.grads)),
+            ]
         except RuntimeError:  # a sparse gradient, which `check` refuses in our words
             bucket.check()
             raise
-        before, self._seen = self._seen, []
-        if before != seen:
+        before = self._dtypes
+        if self._seen != seen:
+            self._seen = []
             bucket.check()
             self._set_up(bucket, columns)
-        for copy, tensor in self._copies:
-            copy.copy_(tensor)
-        self._seen = seen
-        return not before or before[0] != dtypes
+            self._seen = seen
+            self._dtypes = [tensor.dtype for tensor in chain.from_iterable(columns)]
+        for column, tensor, copy in self._copies:
+            copy.copy_(columns[column][tensor])
+        return before != self._dtypes
 
     def write_back(self, bucket: Bucket) -> None:
         """After an update, what it wrote to copies."""
-        for copy, tensor in self._written_copies:
+        columns = columns_of(bucket)
+        written = [(columns[column][tensor], copy) for column, tensor, copy in self._copies if column != GRADS]
+        for tensor, copy in written:
             tensor.copy_(copy)
-        if self._written_copies:
+        if written:
             bucket.note_versions()
 
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
@@ -65,12 +71,12 @@ class Operands:
             [_as_laid_out(tensor, layout) for tensor, layout in zip(column, layouts, strict=bool(column))]
             for column in columns
         ]
-        pairs = [
-            [(copy, tensor) for copy, tensor in zip(*both, strict=True) if copy is not tensor]
-            for both in zip(walked, columns, strict=True)
+        self._copies = [
+            (column, i, walked[column][i])
+            for column, tensors in enumerate(columns)
+            for i, tensor in enumerate(tensors)
+            if walked[column][i] is not tensor
         ]
-        self._copies = list(chain(*pairs))
-        self._written_copies = list(chain(*pairs[:GRADS], *pairs[GRADS + 1 :]))
         table = torch.zeros(len(bucket.params), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
         used = [column for column, tensors in enumerate(walked) if tensors]
         for column in used:
@@ -82,6 +88,12 @@ class Operands:
         table[:, GROUP.value] = torch.frombuffer(array("q", bucket.group_indices), dtype=torch.int64)
         table[:, TENSOR_ID.value] = torch.frombuffer(array("q", bucket.numbers), dtype=torch.int64)
         self.table = upload(table, bucket.device)
+
+
+def columns_of(bucket: Bucket) -> list[list[Tensor]]:
+    """As the kernels' table has them. The last two may be empty."""
+    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
+    return [bucket.params, bucket.grads, *moments, bucket.masters]
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Plan:
         """Before whichever pass is the first of a step."""
         if self._grads is bucket.grads:
             return
-        if self._operands.refresh(bucket):
+        if self._operands.refresh(bucket) or not self.parts:
             self._make_parts(bucket)
         self._grads = bucket.grads
 
