@@ -11,6 +11,7 @@ from torch import Tensor
 from swd_fused.arguments import check_grads, check_state
 from swd_fused.schedule import Hyper, hyper_numbers, scalar_dtype
 from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.upload import upload
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -53,10 +54,10 @@ class Bucket:
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
         self.device = self.params[0].device
         self.group_indices = [active.group_indices[i] for i in positions]
-        self.groups = torch.tensor(self.group_indices, device="cpu").to(self.device, non_blocking=True)
+        self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
-        self.numels = torch.tensor(numels, device="cpu").to(self.device, non_blocking=True)
+        self.numels = upload(torch.tensor(numels, device="cpu"), self.device)
         self.count = self.numels.sum(dtype=scalar_dtype(self.device))
         self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
         self._step_views = list(self.steps.unbind())

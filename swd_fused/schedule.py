@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swd_fused.upload import upload
+
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
@@ -21,7 +23,7 @@ class Hyper:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         self.numbers = hyper_numbers(groups)
-        self.table = torch.tensor(self.numbers, dtype=scalar_dtype(device), device="cpu").to(device, non_blocking=True)
+        self.table = upload(torch.tensor(self.numbers, dtype=scalar_dtype(device), device="cpu"), device)
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.max_decay, self.sign = self.table.unbind(1)
 
     def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
