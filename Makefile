@@ -3,13 +3,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint bench clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# On a machine with a CUDA or ROCm GPU, and a torch for it.
+test-gpu: $(VENV)/.with-demo,bench,test
+	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
 lint: $(VENV)/.with-demo,bench,test
 	$(BIN)/ruff check .

@@ -24,10 +24,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE != "cpu" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"SWD_FUSED_TEST_DEVICE={DEVICE}, but torch {torch.__version__} finds no GPU.")
     config.addinivalue_line(
         "markers",
         "backends(without=(), interpreted=True, split=False): which backends the fixture of that name goes through. "
-        "interpreted=False keeps a test out of Triton's interpreter, where it would take long; split=True adds the Triton "
+        "interpreted=False keeps a test out of the interpreter, where it would take long; split=True adds the Triton "
         "backend's passes as launches of their own, of several programs.",
     )
 
