@@ -3,19 +3,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint bench frameworks paper clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
 
 test: lint
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu_code
 
 # On a machine with a CUDA or ROCm GPU, and a torch for it.
 test-gpu: $(VENV)/.with-demo,bench,test
 	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
-lint: $(VENV)/.with-demo,bench,test
+lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -24,6 +25,15 @@ lint: $(VENV)/.with-demo,bench,test
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.training_step
+	$(BIN)/python -m benchmarks.sharded_step
+
+# The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
+frameworks: $(VENV)/.with-test,frameworks
+	$(BIN)/python -m pytest tests/test_frameworks.py
+
+# Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
+paper: $(VENV)/.with-paper
+	$(BIN)/python -m benchmarks.paper all --preset quick $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf $(VENV) build *.egg-info swd_fused/*.so

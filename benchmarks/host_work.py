@@ -1,7 +1,7 @@
 """What the host does in a step on a GPU, for many small tensors, with all launches left out. Needs no GPU.
 
 FusedAdamS runs the Triton backend on CPU tensors, with nothing in the place of its launches. AdamW fused has nothing in
-the place of its two operators: those would also fill tables and launch once for every few tensors, which is not counted.
+the place of its two operators. What these do on the host, filling tables for a launch every few tensors, is not counted.
 Times are the thread's, so that other processes do not add to them.
 """
 

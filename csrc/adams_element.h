@@ -8,7 +8,8 @@ namespace swd {
 // What an element needs to know besides itself, in the type that computes. Made by scalars_of in schedule.h.
 template <typename T>
 struct Scalars {
-  T grad_scale;  // clip factor; negative to maximize
+  T grad_scale;  // clip factor, divided by the loss scale; negative to maximize
+  T l2;
   T one_minus_beta1;
   T beta2;
   T one_minus_beta2;
@@ -22,6 +23,7 @@ struct Scalars {
 template <bool AMSGRAD, typename V, typename T>
 SWD_INLINE void update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_sq, V grad, const Scalars<T>& s) {
   grad *= s.grad_scale;
+  if (s.l2 != 0) grad += s.l2 * param;  // decided once: the compiler moves it out of the loop
   exp_avg += s.one_minus_beta1 * (grad - exp_avg);
   exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * grad * grad;
   V averaged = exp_avg_sq;

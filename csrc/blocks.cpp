@@ -4,7 +4,10 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
+
+#include "random_bits.h"
 
 // Plain loops, vectorised by the compiler for each of these instruction sets. Older compilers and other
 // machines get one version, for the architecture that they were asked for.
@@ -55,6 +58,15 @@ SWD_INLINE void store_each(To* __restrict dst, int64_t stride, const T* __restri
   } else {
     for (int64_t i = 0; i < n; ++i) dst[i * stride] = narrow<To>(block[i]);
   }
+}
+
+// What is cut off is how likely it is to round up. NaN and infinity stay what they are.
+SWD_INLINE BFloat16Bits narrow_stochastically(float x, uint32_t key, uint32_t element) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+  const uint16_t rounded = static_cast<uint16_t>((bits + random_16_bits(key, element)) >> 16);
+  return {finite ? rounded : narrow<BFloat16Bits>(x).bits};
 }
 
 // --- Sums
@@ -183,5 +195,12 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
 
 SWD_BLOCKS(float)
 SWD_BLOCKS(double)
+
+SWD_CLONES void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
+                                     uint32_t first) {
+  for (int64_t i = 0; i < n; ++i) {
+    dst[i * stride] = narrow_stochastically(block[i], key, first + static_cast<uint32_t>(i));
+  }
+}
 
 }  // namespace swd

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "random_bits.h"
 
 namespace swd {
 
@@ -77,6 +78,11 @@ class Operand {
     return dense() && dtype_ == scalar_type_of<T> ? reinterpret_cast<T*>(data_) + begin : nullptr;
   }
 
+  template <typename T>
+  bool is() const {
+    return dtype_ == scalar_type_of<T>;
+  }
+  bool is_bfloat16() const { return dtype_ == ScalarType::BFloat16; }
   bool is_double() const { return dtype_ == ScalarType::Double; }
 
   // `n` elements as an array of T: in place if they are one, else copied into `scratch`.
@@ -95,6 +101,14 @@ class Operand {
     if (direct<T>(begin)) return;
     visit(begin, n,
           [&](auto* dst, int64_t stride, int64_t offset, int64_t count) { store(dst, stride, block + offset, count); });
+  }
+
+  // Likewise for bfloat16 storage.
+  void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key) const {
+    const uint32_t own_key = block_key(key, begin);
+    visit_as<BFloat16Bits>(begin, n, [&](BFloat16Bits* dst, int64_t stride, int64_t offset, int64_t count) {
+      store_stochastically(dst, stride, block + offset, count, own_key, static_cast<uint32_t>(begin + offset));
+    });
   }
 
  private:

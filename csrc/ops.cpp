@@ -9,16 +9,17 @@ STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def("gradient_sums(Tensor[] grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
       "max_exp_avg_sq_sum(Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] grads, Tensor steps, Tensor groups, "
-      "Tensor hyper, Tensor? clip) -> Tensor");
+      "Tensor hyper, Tensor? grad_factor) -> Tensor");
   m.def("last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
       "update_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!) sums, Tensor(f!) steps, Tensor[] grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean, "
-      "Tensor? clip) -> Tensor");
+      "Tensor(e!)[] masters, Tensor(f!) sums, Tensor(g!) steps, Tensor[] grads, Tensor groups, Tensor tensor_ids, "
+      "Tensor hyper, Tensor exp_avg_sq_mean, Tensor? grad_factor, Tensor? skip, int? rounding_seed) -> Tensor");
   m.def(
       "step_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!) sums, Tensor(f!) steps, Tensor[] grads, Tensor numels, Tensor groups, Tensor hyper, "
-      "float? max_grad_norm, bool lagged) -> Tensor");
+      "Tensor(e!)[] masters, Tensor(f!) sums, Tensor(g!) steps, Tensor[] grads, Tensor numels, Tensor groups, "
+      "Tensor tensor_ids, Tensor hyper, float? max_grad_norm, bool lagged, Tensor? grad_scale, Tensor? found_inf, "
+      "bool skip_nonfinite, int? rounding_seed) -> Tensor");
   m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }

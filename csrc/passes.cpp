@@ -3,67 +3,18 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cmath>
+#include <numeric>
+#include <utility>
+
 #include "chunk_walk.h"
+#include "chunks.h"
 #include "operand.h"
 #include "schedule.h"
+#include "tensor_scalars.h"
 
 namespace swd {
 namespace {
-
-// --- Checks, all made before anything is written
-
-void check_dtype(const View& view, const char* name) {
-  const auto dtype = view.dtype;
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::BFloat16 ||
-                      dtype == ScalarType::Half,
-                  "swd_fused: ", name, " must be float32, float64, bfloat16 or float16");
-  STD_TORCH_CHECK(view.data != nullptr || view.numel() == 0, "swd_fused: ", name,
-                  " has elements, but its memory was freed");
-}
-
-void check_like(const View& view, const View& like, const char* name) {
-  check_dtype(view, name);
-  STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
-                  "swd_fused: ", name, " must have its parameter's shape");
-}
-
-void check_length(const TensorList& list, size_t tensors, const char* name) {
-  STD_TORCH_CHECK(list.size() == tensors, "swd_fused: got ", list.size(), " ", name, " for ", tensors, " parameters");
-}
-
-// The values of a contiguous tensor of a known dtype with at least `numel` elements.
-template <typename T>
-T* values(const Tensor& tensor, ScalarType dtype, size_t numel, const char* name) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() >= static_cast<int64_t>(numel),
-      "swd_fused: ", name, " must be contiguous, of the documented dtype, with at least ", numel, " elements");
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-// What holds for a tensor of the list: its group and its step count.
-class TensorScalars {
- public:
-  TensorScalars(size_t tensors, const Tensor& steps, const Tensor& groups, const Tensor& hyper)
-      : steps_(values<float>(steps, ScalarType::Float, tensors, "steps")),
-        groups_(values<int64_t>(groups, ScalarType::Long, tensors, "groups")),
-        hyper_(reinterpret_cast<const Hyper*>(values<double>(hyper, ScalarType::Double, 0, "hyper"))) {
-    const int64_t rows = hyper.numel() / static_cast<int64_t>(sizeof(Hyper) / sizeof(double));
-    for (size_t t = 0; t < tensors; ++t) {
-      STD_TORCH_CHECK(0 <= groups_[t] && groups_[t] < rows, "swd_fused: tensor ", t, " is of group ", groups_[t],
-                      ", but hyper has ", rows, " rows");
-    }
-  }
-  const Hyper& hyper(int64_t tensor) const { return hyper_[groups_[tensor]]; }
-  double steps_before(int64_t tensor) const { return steps_[tensor]; }
-  double step(int64_t tensor) const { return steps_before(tensor) + 1; }
-
- private:
-  const float* steps_;
-  const int64_t* groups_;
-  const Hyper* hyper_;
-};
-
-bool computes_in_double(const View& averaged) { return averaged.dtype == ScalarType::Double; }
 
 // --- Results
 
@@ -75,71 +26,7 @@ Tensor as_tensor(const std::vector<double>& numbers) {
   return out;
 }
 
-// Calls f(begin, n) for each block of a chunk and adds what it returns.
-template <typename Sum, typename F>
-Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
-  Sum total{};
-  for (int64_t i = begin; i < end; i += BLOCK) total += f(i, std::min(BLOCK, end - i));
-  return total;
-}
-
-// --- What a chunk of each pass does, in the type T that computes
-
-template <typename T>
-double gradient_chunk(const Operand& grad, int64_t begin, int64_t end) {
-  if (const T* array = grad.direct<T>(begin)) return sum_of_squares(array, end - begin);
-  T scratch[BLOCK];
-  return sum_of_blocks<double>(begin, end,
-                               [&](int64_t i, int64_t n) { return sum_of_squares(grad.read(scratch, i, n), n); });
-}
-
-template <typename T>
-double stored_chunk(const Operand& averaged, int64_t begin, int64_t end) {
-  T scratch[BLOCK];
-  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) { return sum(averaged.read(scratch, i, n), n); });
-}
-
-struct AmsgradOperands {
-  Operand exp_avg_sq, max_exp_avg_sq, grad;
-  bool in_double;
-};
-
-template <typename T, typename Operands>
-double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
-  T scratch[3][BLOCK];
-  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
-    return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.max_exp_avg_sq.read(scratch[1], i, n),
-                           x.grad.read(scratch[2], i, n), n, scalars);
-  });
-}
-
-struct UpdateOperands {
-  Operand param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad;
-  bool in_double;
-};
-
-template <typename T>
-UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>& scalars, int64_t begin, int64_t end) {
-  T scratch[5][BLOCK];
-  return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
-    UpdateSums sums;
-    T* param = x.param.read(scratch[0], i, n);
-    T* exp_avg = x.exp_avg.read(scratch[1], i, n);
-    T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
-    const T* grad = x.grad.read(scratch[3], i, n);
-    if (amsgrad) {
-      T* max_exp_avg_sq = x.max_exp_avg_sq.read(scratch[4], i, n);
-      sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
-      x.max_exp_avg_sq.write(max_exp_avg_sq, i, n);
-    } else {
-      sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
-    }
-    x.param.write(param, i, n);
-    x.exp_avg.write(exp_avg, i, n);
-    x.exp_avg_sq.write(exp_avg_sq, i, n);
-    return sums;
-  });
-}
+double sum_of(const std::vector<double>& numbers) { return std::accumulate(numbers.begin(), numbers.end(), 0.0); }
 
 // Pass 1 of amsgrad over operands that are ready: the sum of v^ after the step.
 template <typename Operands>
@@ -153,7 +40,8 @@ double max_exp_avg_sq_hat_sum(const ChunkWalk& walk, const std::vector<Operands>
     return operands[t].in_double ? chunk(double{}) : chunk(float{});
   });
   double total = 0;
-  for (size_t t = 0; t < operands.size(); ++t) total += sums[t] / bias_correction(of.hyper(t).beta2, of.step(t));
+  for (size_t t = 0; t < operands.size(); ++t)
+    total += sums[t] / bias_correction(of.hyper(t).beta2, of.step(t), of.hyper(t));
   return total;
 }
 
@@ -163,7 +51,7 @@ struct GradientSums {
 
   GradientSums(const std::vector<double>& grad_sums, const double* sums, const TensorScalars& of) {
     for (size_t t = 0; t < grad_sums.size(); ++t) {
-      const double beta2 = of.hyper(t).beta2, bias_correction2 = bias_correction(beta2, of.step(t));
+      const double beta2 = of.hyper(t).beta2, bias_correction2 = bias_correction(beta2, of.step(t), of.hyper(t));
       grad += grad_sums[t];
       carried += beta2 * sums[t] / bias_correction2;
       fresh += (1 - beta2) * grad_sums[t] / bias_correction2;
@@ -194,12 +82,13 @@ std::vector<double> sums_of_each(const TensorList& tensors, const char* name, co
 class UpdateWalk {
  public:
   UpdateWalk(const TensorList& params, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
-             const TensorList& max_exp_avg_sqs, const TensorList& grads)
+             const TensorList& max_exp_avg_sqs, const TensorList& masters, const TensorList& grads)
       : walk_(params.size()), amsgrad_(!max_exp_avg_sqs.empty()) {
     const size_t tensors = params.size();
     check_length(exp_avgs, tensors, "exp_avgs");
     check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
     if (amsgrad_) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
+    if (!masters.empty()) check_length(masters, tensors, "masters");
     check_length(grads, tensors, "grads");
     operands_.reserve(tensors);
     for (size_t t = 0; t < tensors; ++t) {
@@ -213,8 +102,15 @@ class UpdateWalk {
       walk_.add_tensor(param.numel());
       numel_ += param.numel();
       const WalkOrder order(averaged);
+      std::optional<Operand> master;
+      if (!masters.empty()) {
+        const View view(masters[t]);
+        check_like(view, param, "master");
+        master.emplace(view, order);
+      }
       operands_.push_back({Operand(param, order), Operand(exp_avg, order), Operand(exp_avg_sq, order),
-                           Operand(averaged, order), Operand(grad, order), computes_in_double(averaged)});
+                           Operand(averaged, order), Operand(grad, order), std::move(master),
+                           computes_in_double(averaged)});
     }
   }
 
@@ -233,14 +129,15 @@ class UpdateWalk {
   }
 
   // Advances `sums` and `steps` too. Returns the sum of grad^2.
-  double update(double* sums, float* steps, const TensorScalars& of, double exp_avg_sq_mean, double clip) const {
+  double update(double* sums, float* steps, const TensorScalars& of, double exp_avg_sq_mean, double clip,
+                const Rounding& rounding) const {
     const auto results =
         walk_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
           const Hyper& hyper = of.hyper(t);
           const auto chunk = [&](auto type) {
             using T = decltype(type);
             const auto scalars = scalars_of<T>(hyper, of.step(t), clip, decay_factor(exp_avg_sq_mean, hyper));
-            return update_chunk<T>(operands_[t], amsgrad_, scalars, begin, end);
+            return update_chunk<T>(operands_[t], amsgrad_, scalars, rounding.key(t, of.step(t)), begin, end);
           };
           return operands_[t].in_double ? chunk(double{}) : chunk(float{});
         });
@@ -267,7 +164,7 @@ struct LastSums {
   LastSums(const double* sums, const int64_t* numels, size_t tensors, const TensorScalars& of) {
     for (size_t t = 0; t < tensors; ++t) {
       if (of.steps_before(t) == 0) continue;
-      total += sums[t] / bias_correction(of.hyper(t).beta2, of.steps_before(t));
+      total += sums[t] / bias_correction(of.hyper(t).beta2, of.steps_before(t), of.hyper(t));
       count += static_cast<double>(numels[t]);
     }
   }
@@ -286,12 +183,12 @@ Tensor gradient_sums(TensorList grads, Tensor sums, Tensor steps, Tensor groups,
 }
 
 Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList grads, Tensor steps,
-                          Tensor groups, Tensor hyper, std::optional<Tensor> clip) {
+                          Tensor groups, Tensor hyper, std::optional<Tensor> grad_factor) {
   const size_t tensors = grads.size();
   check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
   check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
   const TensorScalars of(tensors, steps, groups, hyper);
-  const double clip_factor = clip ? *values<double>(*clip, ScalarType::Double, 1, "clip") : 1;
+  const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
   ChunkWalk walk(tensors);
   std::vector<AmsgradOperands> operands;
   operands.reserve(tensors);
@@ -305,7 +202,7 @@ Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Te
     operands.push_back({Operand(exp_avg_sq, order), Operand(max_exp_avg_sq, order), Operand(grad, order),
                         computes_in_double(max_exp_avg_sq)});
   }
-  return as_tensor({max_exp_avg_sq_hat_sum(walk, operands, of, clip_factor)});
+  return as_tensor({max_exp_avg_sq_hat_sum(walk, operands, of, factor)});
 }
 
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
@@ -316,39 +213,55 @@ Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor grou
   return as_tensor({last.total, last.count});
 }
 
-Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
-               Tensor steps, TensorList grads, Tensor groups, Tensor hyper, Tensor exp_avg_sq_mean,
-               std::optional<Tensor> clip) {
-  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, grads);
+Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+               TensorList masters, Tensor sums, Tensor steps, TensorList grads, Tensor groups, Tensor tensor_ids,
+               Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor, std::optional<Tensor> skip,
+               std::optional<int64_t> rounding_seed) {
+  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, grads);
   const TensorScalars of(params.size(), steps, groups, hyper);
+  const Rounding rounding(rounding_seed, tensor_ids, params.size());
   double* next_sums = values<double>(sums, ScalarType::Double, params.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
-  const double clip_factor = clip ? *values<double>(*clip, ScalarType::Double, 1, "clip") : 1;
-  return as_tensor({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), of, mean, clip_factor)});
+  const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
+  if (skip && *values<double>(*skip, ScalarType::Double, 1, "skip") != 0) {
+    return as_tensor({sum_of(walk.gradient_sums())});
+  }
+  return as_tensor({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), of, mean, factor, rounding)});
 }
 
-Tensor step_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, Tensor sums,
-             Tensor steps, TensorList grads, Tensor numels, Tensor groups, Tensor hyper,
-             std::optional<double> max_grad_norm, bool lagged) {
+Tensor step_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+             TensorList masters, Tensor sums, Tensor steps, TensorList grads, Tensor numels, Tensor groups,
+             Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
+             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
+             std::optional<int64_t> rounding_seed) {
   const size_t tensors = params.size();
-  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, grads);
+  const UpdateWalk walk(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, grads);
   const TensorScalars of(tensors, steps, groups, hyper);
+  const Rounding rounding(rounding_seed, tensor_ids, tensors);
   double* sums_ = values<double>(sums, ScalarType::Double, tensors, "sums");
   const int64_t* counts = values<int64_t>(numels, ScalarType::Long, tensors, "numels");
-  double clip = 1, exp_avg_sq_mean = 0, grad_sum = 0;
+  const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
+  bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
+  double factor = unscale, exp_avg_sq_mean = 0, grad_norm = 0;
   if (lagged) {
     const LastSums last(sums_, counts, tensors, of);
     exp_avg_sq_mean = last.total / std::max(1.0, last.count);
+    if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
   } else {
     const GradientSums pass1(walk.gradient_sums(), sums_, of);
-    if (max_grad_norm) clip = clip_factor(pass1.grad, *max_grad_norm);
-    grad_sum = pass1.grad;
+    grad_norm = unscale * std::sqrt(pass1.grad);
+    if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
     const double hat_sum =
-        walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, clip) : pass1.carried + clip * clip * pass1.fresh;
+        walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, factor) : pass1.carried + factor * factor * pass1.fresh;
     exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, walk.numel()));
+    skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
   }
-  const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, exp_avg_sq_mean, clip);
-  return as_tensor({exp_avg_sq_mean, std::sqrt(lagged ? updated : grad_sum)});
+  if (!skip) {
+    const double updated =
+        walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, exp_avg_sq_mean, factor, rounding);
+    if (lagged) grad_norm = unscale * std::sqrt(updated);
+  }
+  return as_tensor({exp_avg_sq_mean, grad_norm, skip ? 1.0 : 0.0});
 }
 
 Tensor exp_avg_sq_sums(TensorList exp_avg_sqs) {

@@ -10,34 +10,44 @@ namespace swd {
 
 // A row of the `hyper` table, one for each parameter group.
 struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay, max_decay, sign;  // sign is -1 to maximize
+  double lr, beta1, beta2, eps;
+  double weight_decay, max_decay;  // the paper's
+  double sign;                     // -1 to maximize
+  double decoupled_decay;          // AdamW's
+  double l2;                       // Adam's
+  double corrects_bias;            // 1 or 0
 };
 
-inline double bias_correction(double beta, double step) { return 1 - std::pow(beta, step); }
+inline double bias_correction(double beta, double step, const Hyper& hyper) {
+  return 1 - hyper.corrects_bias * std::pow(beta, step);
+}
 
 // What weights are multiplied by. A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which
 // would spread to all weights.
 inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {
-  if (!(exp_avg_sq_mean > 0)) return 1;
-  return 1 - std::min(hyper.lr * hyper.weight_decay / (std::sqrt(exp_avg_sq_mean) + hyper.eps), hyper.max_decay);
+  const double decoupled = hyper.lr * hyper.decoupled_decay;
+  if (!(exp_avg_sq_mean > 0)) return 1 - decoupled;
+  const double scheduled = hyper.lr * hyper.weight_decay / (std::sqrt(exp_avg_sq_mean) + hyper.eps);
+  return 1 - std::min(scheduled, hyper.max_decay) - decoupled;
 }
 
 // As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Written so that a NaN norm gives NaN.
-inline double clip_factor(double grad_sum, double max_grad_norm) {
-  const double factor = max_grad_norm / (std::sqrt(grad_sum) + 1e-6);
+inline double clip_factor(double grad_norm, double max_grad_norm) {
+  const double factor = max_grad_norm / (grad_norm + 1e-6);
   return factor > 1 ? 1 : factor;
 }
 
 template <typename T>
-Scalars<T> scalars_of(const Hyper& hyper, double step, double clip, double decay_factor) {
-  return {static_cast<T>(hyper.sign * clip),
+Scalars<T> scalars_of(const Hyper& hyper, double step, double grad_factor, double decay_factor) {
+  return {static_cast<T>(hyper.sign * grad_factor),
+          static_cast<T>(hyper.l2),
           static_cast<T>(1 - hyper.beta1),
           static_cast<T>(hyper.beta2),
           static_cast<T>(1 - hyper.beta2),
-          static_cast<T>(1 / std::sqrt(bias_correction(hyper.beta2, step))),
+          static_cast<T>(1 / std::sqrt(bias_correction(hyper.beta2, step, hyper))),
           static_cast<T>(hyper.eps),
           static_cast<T>(decay_factor),
-          static_cast<T>(hyper.lr / bias_correction(hyper.beta1, step))};
+          static_cast<T>(hyper.lr / bias_correction(hyper.beta1, step, hyper))};
 }
 
 }  // namespace swd

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends
+from swd_fused.options import DECAYS
 
 SCHEDULES = ("exact", "lagged")
 
@@ -82,7 +83,49 @@ def check_param(param: Tensor) -> None:
         )
 
 
-def check_adamw_weight_decay(weight_decay: float) -> None:
+def check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(_message(name, value, "True or False"))
+
+
+def checked_decay(decay: str, adam_w_mode: bool, schedule: str, skip_nonfinite: bool) -> str:
+    if decay not in DECAYS:
+        raise ValueError(_message("decay", decay, f"one of {DECAYS}"))
+    if not adam_w_mode and decay == "decoupled":
+        raise ValueError(
+            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
+            "for AdamW's decay. Use one of the two."
+        )
+    if schedule == "lagged" and (decay != "scheduled" or not adam_w_mode):
+        raise ValueError(
+            f'FusedAdamS got schedule="lagged" with decay={decay!r}, adam_w_mode={adam_w_mode!r}, which need no '
+            "schedule and so no second pass. Leave schedule out."
+        )
+    if schedule == "lagged" and skip_nonfinite:
+        raise ValueError(
+            'FusedAdamS got schedule="lagged" with skip_nonfinite=True: that needs this step\'s norm before the '
+            'update, so the pass that "lagged" saves must run anyway. Use schedule="exact", which then costs the same.'
+        )
+    return decay if adam_w_mode else "l2"
+
+
+def check_not_in_backward(grad_sumsq: object) -> None:
+    """Hooks that step each parameter as soon as its gradient is there would silently get a schedule of their own."""
+    if grad_sumsq is None and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
+            "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
+            "are. Call step() after backward(); or pass what the step before knew, step(grad_sumsq=..., numel=...), "
+            "for a schedule that lags by one step."
+        )
+
+
+def check_adamw_weight_decay(weight_decay: float, decay: str) -> None:
+    if decay != "scheduled":
+        raise ValueError(
+            f"match_adamw is for the schedule, but this optimizer has decay={decay!r}. Set weight_decay instead."
+        )
     if not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
         raise ValueError(_message("match_adamw(weight_decay)", weight_decay, "a finite number >= 0, as AdamW takes it"))
 

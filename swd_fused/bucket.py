@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from swd_fused.active import Active
 from swd_fused.arguments import check_grads, check_state
-from swd_fused.schedule import Hyper, hyper_numbers, scalar_dtype
+from swd_fused.options import Options
+from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
 from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.upload import upload
 
@@ -17,17 +19,8 @@ if TYPE_CHECKING:
     from swd_fused.backends import Backend
 
 
-class Active(NamedTuple):
-    """Parameters that have a gradient in this step: parallel lists over all groups."""
-
-    group_indices: list[int]
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
-
-
 class Bucket:
-    """Tensors of one device, backend and sharding, all with amsgrad or all without, as parallel lists.
+    """Tensors of one device, backend and sharding, as parallel lists. `max_exp_avg_sqs` and `masters` may be empty.
 
     Complex tensors are here as views of real pairs, DTensors as what they have on this rank.
 
@@ -37,9 +30,17 @@ class Bucket:
     """
 
     def __init__(
-        self, backend: Backend, amsgrad: bool, positions: list[int], active: Active, sharding: Sharding = ()
+        self,
+        backend: Backend,
+        amsgrad: bool,
+        has_masters: bool,
+        positions: list[int],
+        active: Active,
+        options: Options,
+        sharding: Sharding = (),
     ) -> None:
         self.backend = backend
+        self.options = options
         self.amsgrad = amsgrad
         self.sharding = sharding
         self.positions = positions
@@ -52,9 +53,12 @@ class Bucket:
         self._whole_moments: dict[str, list[Tensor]] = {}
         self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg"), self._moments("exp_avg_sq")
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq") if amsgrad else []
+        self.masters = self._moments("master_param") if has_masters else []
         self.device = self.params[0].device
         self.group_indices = [active.group_indices[i] for i in positions]
         self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
+        self.numbers = [active.numbers[i] for i in positions]
+        self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
         self.numels = upload(torch.tensor(numels, device="cpu"), self.device)
@@ -65,6 +69,7 @@ class Bucket:
             state["step"] = view
         self._sums: Tensor | None = None
         self.note_versions()
+        self._param_versions: list[int] = []  # not yet looked at
         self.grads: list[Tensor] = []
         self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
         self.plan: Any = None  # what else the backend keeps
@@ -119,25 +124,42 @@ class Bucket:
             grads = [_as_real(local_grad(param, grad)) for param, grad in pairs]
         self.grads = grads
         self.grad_sum = None
+        if self.masters and self._param_versions != _versions(self.params):
+            self._follow_params()
         self.set_hyper(param_groups)
 
     def check(self) -> None:
         """That every tensor fits its parameter, before any is written to."""
         check_grads(self.params, self.grads)
-        check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *([self.max_exp_avg_sqs] if self.amsgrad else [])])
+        optional = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
+        check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *optional])
 
     def end_step(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
         self.grads = []
+        if self.masters:
+            self._param_versions = _versions(self.params)
+
+    def _follow_params(self) -> None:
+        """Someone has written to parameters, loading a model for instance: where a master no longer rounds to its
+        parameter it takes the parameter's value."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
 
     def note_versions(self) -> None:
         """To be called by whoever writes to the second moments in a way that torch counts."""
         self._versions = _versions(self.averaged)
 
     def set_hyper(self, param_groups: list[dict[str, Any]]) -> None:
-        if self._hyper is None or self._hyper.numbers != hyper_numbers(param_groups):
-            self._hyper = Hyper(param_groups, self.device)
+        rows = hyper_rows(param_groups, self.options.decay, self.options.bias_correction)
+        if self._hyper is None or self._hyper.numbers != rows:
+            self._hyper = Hyper(rows, self.device)
         self._hyper.set_tensor_lrs(param_groups)
+
+    def carried_sum(self) -> Tensor:
+        """What the sum of v^ after this step will have of the steps before."""
+        bias_correction2 = bias_corrections(self.hyper, self.groups, self.steps + 1)[1]
+        return (self.hyper.column("beta2")[self.groups] * self.sums / bias_correction2).sum()
 
     @property
     def hyper(self) -> Hyper:

@@ -10,11 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ADVICE = (
+    "FusedAdamS divides weight_decay by the rms gradient, so values made for AdamW are far too large: pass those to "
+    "optimizer.match_adamw(weight_decay=...) instead."
+)
+
 
 class DecayWarning:
     """Looks at each step's mean until it has warned. From a GPU the mean comes a step or more late."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str = ADVICE) -> None:
+        self._advice = advice
         self._done = False
         self._pending: tuple[Tensor, torch.Event] | None = None
 
@@ -50,9 +56,7 @@ class DecayWarning:
                 warnings.warn(
                     f"max_decay={max_decay:g} binds in parameter group {index}: at an rms gradient of {rms:.2g} "
                     f"weight_decay={weight_decay:g} acts like {scheduled:.3g} in AdamW and would remove "
-                    f"{lr * scheduled:.3g} of each weight in one step. FusedAdamS divides weight_decay by the rms "
-                    "gradient, so values made for AdamW are far too large: pass those to "
-                    "optimizer.match_adamw(weight_decay=...) instead.",
+                    f"{lr * scheduled:.3g} of each weight in one step. {self._advice}",
                     stacklevel=2,
                 )
                 return

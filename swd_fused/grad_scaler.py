@@ -39,7 +39,7 @@ class MeshGradScaler(torch.amp.GradScaler):
                     continue
                 if param.grad.dtype == torch.float16 and not allow_fp16:
                     raise ValueError(
-                        "MeshGradScaler got a float16 gradient, wanted a float32 one. Use float32 parameters and autocast."
+                        "MeshGradScaler got a float16 gradient, wanted float32 ones. Use autocast, which keeps them so."
                     )
                 grad = local_tensor(param.grad)
                 grads[grad.device, grad.dtype].append(grad)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused import schedule
 from swd_fused.bucket import Bucket
 from swd_fused.collective import Collective
-from swd_fused.schedule import scalar_dtype
+from swd_fused.loss_scale import LossScale
+from swd_fused.schedule import bias_corrections, scalar_dtype
 from swd_fused.sharding import Sharding, full_tensor, is_dtensor, local_tensor
-from swd_fused.step import Number
+from swd_fused.step import Number, clipped, skipped
 
 
 class Known(NamedTuple):
@@ -69,6 +69,7 @@ def number(
     collective: Collective,
     max_grad_norm: float | None,
     total_numel: int | None,
+    loss_scale: LossScale,
 ) -> Number:
     """For a step of all that `known` covers.
 
@@ -76,27 +77,27 @@ def number(
     """
     rows = [(bucket.sharding, _carried_sums(bucket)) for bucket in buckets]
     carried, weight, count = collective.total(rows, 3).unbind()
-    grad_norm, clip, grad_sum = _clipped(known.grad_sumsq, max_grad_norm)
+    grad_norm, grad_factor, grad_sum = _factored(known, max_grad_norm, loss_scale, collective.device)
     count = count.clamp(min=1)
     hat_sum = carried + grad_sum * weight / count
-    return Number(hat_sum / (count if total_numel is None else total_numel), grad_norm, clip)
+    mean = hat_sum / (count if total_numel is None else total_numel)
+    return Number(mean, grad_norm, grad_factor, skipped(loss_scale, grad_norm, collective))
 
 
 def _carried_sums(bucket: Bucket) -> Tensor:
     """What v^ will have of the steps before, the weight of this one's squared gradients, and elements."""
-    beta2 = bucket.hyper.beta2[bucket.groups]
-    bias_correction2 = 1 - beta2 ** (bucket.steps + 1)
-    carried = beta2 * bucket.sums / bias_correction2
-    weight = (1 - beta2) * bucket.numels / bias_correction2
-    return torch.cat([torch.stack([carried, weight]).sum(1), bucket.count.reshape(1)])
+    beta2 = bucket.hyper.column("beta2")[bucket.groups]
+    weight = (1 - beta2) * bucket.numels / bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
+    return torch.stack([bucket.backend.carried_sum(bucket), weight.sum(), bucket.count])
 
 
-def _clipped(grad_sumsq: Tensor, max_grad_norm: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    grad_norm = grad_sumsq.sqrt()
-    if max_grad_norm is None:
-        return grad_norm, None, grad_sumsq
-    clip = schedule.clip_factor(grad_norm, max_grad_norm)
-    return grad_norm, clip, clip.square() * grad_sumsq
+def _factored(
+    known: Known, max_grad_norm: float | None, loss_scale: LossScale, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The norm, what gradients are multiplied by, and the sum of their squares after that."""
+    grad_norm, grad_factor = clipped(known.grad_sumsq, max_grad_norm, loss_scale.unscale(device))
+    grad_sum = known.grad_sumsq if grad_factor is None else grad_factor.square() * known.grad_sumsq
+    return grad_norm, grad_factor, grad_sum
 
 
 class WholeModelSum:
@@ -118,13 +119,15 @@ class WholeModelSum:
         params: Sequence[Tensor],
         beta2: float,
         max_grad_norm: float | None,
+        loss_scale: LossScale,
+        collective: Collective,
         loaded: Callable[[], tuple[Tensor, Tensor]],
     ) -> Number:
         """`loaded()` adds up the state as it is, on all ranks: the sum of v, and steps taken."""
         ids = set(map(id, params))
         if self._number is None or not self._stepped.isdisjoint(ids):
             self._stepped = set()
-            self._number = self._next(known, beta2, max_grad_norm, loaded)
+            self._number = self._next(known, beta2, max_grad_norm, loss_scale, collective, loaded)
         self._stepped |= ids
         return self._number
 
@@ -133,15 +136,21 @@ class WholeModelSum:
         known: Known,
         beta2: float,
         max_grad_norm: float | None,
+        loss_scale: LossScale,
+        collective: Collective,
         loaded: Callable[[], tuple[Tensor, Tensor]],
     ) -> Number:
         assert known.numel is not None
         if self._sum is None or self._steps is None:
             self._sum, self._steps = loaded()
-        grad_norm, clip, grad_sum = _clipped(known.grad_sumsq, max_grad_norm)
-        self._sum = beta2 * self._sum + (1 - beta2) * grad_sum
-        self._steps = self._steps + 1
-        return Number(self._sum / (1 - beta2**self._steps) / known.numel, grad_norm, clip)
+        grad_norm, grad_factor, grad_sum = _factored(known, max_grad_norm, loss_scale, collective.device)
+        skip = skipped(loss_scale, grad_norm, collective)
+        taken = 1.0 if skip is None else 1 - skip
+        next_sum = beta2 * self._sum + (1 - beta2) * grad_sum
+        self._sum = next_sum if skip is None else torch.where(skip != 0, self._sum, next_sum)
+        self._steps = self._steps + taken
+        mean = self._sum / (1 - beta2**self._steps) / known.numel
+        return Number(mean, grad_norm, grad_factor, skip)
 
 
 def sums_of_state(

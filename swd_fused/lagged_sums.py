@@ -9,7 +9,8 @@ from torch import Tensor
 
 from swd_fused.bucket import Bucket
 from swd_fused.collective import Collective, Reduction
-from swd_fused.step import Number, exact, last_mean
+from swd_fused.loss_scale import LossScale
+from swd_fused.step import Number, exact, last_mean, skipped
 
 
 class LaggedSums:
@@ -22,21 +23,27 @@ class LaggedSums:
         self._reduction: Reduction | None = None
         self._sums: Tensor | None = None  # of v^, of elements, of squared gradients
 
-    def leave(self, buckets: Sequence[Bucket], collective: Collective) -> None:
+    def leave(self, buckets: Sequence[Bucket], collective: Collective, loss_scale: LossScale) -> None:
         """At the end of a step."""
-        rows = [(bucket.sharding, _sums_left(bucket)) for bucket in buckets]
+        rows = [(bucket.sharding, _sums_left(bucket, loss_scale.unscale(bucket.device))) for bucket in buckets]
         self._reduction = collective.start(rows, 3)
 
     def number(
-        self, buckets: Sequence[Bucket], collective: Collective, total_numel: int | None, amsgrad: bool
+        self,
+        buckets: Sequence[Bucket],
+        collective: Collective,
+        total_numel: int | None,
+        amsgrad: bool,
+        loss_scale: LossScale,
     ) -> Number:
         """At the beginning of the next. `grad_norm` is that of the step before too."""
         if self._reduction is None:
-            return _first_number(buckets, collective, total_numel, amsgrad)
+            return _first_number(buckets, collective, total_numel, amsgrad, loss_scale)
         sums = self._reduction.finish()
         # A step in which no rank had a gradient left nothing.
         self._sums = sums if self._sums is None else torch.where(sums[1] > 0, sums, self._sums)
-        return Number(last_mean(self._sums, total_numel), self._sums[2].sqrt())
+        unscale, skip = loss_scale.unscale(collective.device), skipped(loss_scale, None, collective)
+        return Number(last_mean(self._sums, total_numel), self._sums[2].sqrt(), unscale, skip)
 
     def abandon(self) -> None:
         if self._reduction is not None:
@@ -44,15 +51,22 @@ class LaggedSums:
         self._reduction = self._sums = None
 
 
-def _sums_left(bucket: Bucket) -> Tensor:
+def _sums_left(bucket: Bucket, unscale: Tensor | None) -> Tensor:
     assert bucket.grad_sum is not None, "update sets it"
-    return torch.cat([bucket.backend.last_exp_avg_sq_sum(bucket), bucket.grad_sum.reshape(1)])
+    grad_sum = bucket.grad_sum if unscale is None else unscale.square() * bucket.grad_sum
+    return torch.cat([bucket.backend.last_exp_avg_sq_sum(bucket), grad_sum.reshape(1)])
 
 
-def _first_number(buckets: Sequence[Bucket], collective: Collective, total_numel: int | None, amsgrad: bool) -> Number:
+def _first_number(
+    buckets: Sequence[Bucket],
+    collective: Collective,
+    total_numel: int | None,
+    amsgrad: bool,
+    loss_scale: LossScale,
+) -> Number:
     """Exact, unless any rank has loaded state. That is decided on the device, by all ranks alike."""
     rows = [(bucket.sharding, bucket.backend.last_exp_avg_sq_sum(bucket)) for bucket in buckets]
     last_sums = collective.total(rows, 2)
-    number = exact(buckets, collective, None, total_numel, amsgrad)
+    number = exact(buckets, collective, None, total_numel, amsgrad, loss_scale)
     mean = torch.where(last_sums[1] > 0, last_mean(last_sums, total_numel), number.exp_avg_sq_mean)
     return number._replace(exp_avg_sq_mean=mean)

@@ -5,32 +5,40 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import is_not
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import ParamsT
 
-from swd_fused import backends, known_sum, schedule
+from swd_fused import backends, known_sum
+from swd_fused.active import Active, active_params
+from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.arguments import (
-    check_adamw_weight_decay,
+    check_flags,
     check_grads,
     check_group,
     check_lr_value,
+    check_not_in_backward,
     check_options,
     check_param,
     check_total_numel,
+    checked_decay,
 )
-from swd_fused.bucket import Active, Arrangement, Bucket
-from swd_fused.checkpoint import MOMENTS, loaded_group, loaded_state, moment_dtype, saved_by_param, with_own_steps
+from swd_fused.bucket import Arrangement, Bucket
+from swd_fused.checkpoint import loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.collective import Collective
+from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
-from swd_fused.schedule import Hyper
-from swd_fused.sharding import ShardedOver, local_tensor, sharded_like
+from swd_fused.loss_scale import LossScale
+from swd_fused.options import Options
+from swd_fused.precision import check_precision, check_use_of_precision
+from swd_fused.sharding import ShardedOver, is_distributed
+from swd_fused.state import initialized
 from swd_fused.step import Number, exact, lagged, take_step
 from swd_fused.whole_model import WholeModel
 
@@ -41,6 +49,9 @@ ATTRIBUTES = (
     "total_numel",
     "backend",
     "grad_sumsq_provider",
+    "options",
+    "set_grad_none",
+    "skipped_steps",
     "_sharded_over",
     "exp_avg_sq_mean",
     "grad_norm",
@@ -48,7 +59,7 @@ ATTRIBUTES = (
 )
 
 
-class FusedAdamS(Optimizer):
+class FusedAdamS(InAdamWTerms):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
     Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like AdamW's value times the rms
@@ -70,10 +81,22 @@ class FusedAdamS(Optimizer):
         process_group: over which ranks to sum, where parameters are plain tensors that are shards or different from
             rank to rank. A group of parameters may have a `process_group` of its own. DTensors say so themselves.
         total_numel: number of elements of the whole model, where shards are padded.
-        backend: "cpu" (C++), "torch" (plain PyTorch, any device), or "auto", the best there is. `repr` tells which.
+        decay: "scheduled", the paper's; or for comparison with all else equal "decoupled", AdamW's, or "l2", Adam's.
+            With these `weight_decay` is what it is there, and the schedule is not used.
+        master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that small updates are not lost.
+        seed: of stochastic rounding. The same seed gives the same bits.
+        state_dtype: of the first moment, for example torch.bfloat16; by default float32, or float64 for float64.
+        exp_avg_sq_dtype: of the second moment. In bfloat16 it stalls: with a beta of 0.999 a step changes less of it
+            than it resolves.
+        skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
+        bias_correction, adam_w_mode, set_grad_none, capturable: as apex's FusedAdam has them. `adam_w_mode=False` is
+            `decay="l2"`. Steps on the "triton" backend can always be captured in a CUDA graph.
+        backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best there
+            is. `repr` tells which.
     """
 
-    _arrangement: Arrangement | None
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
     _whole_model: WholeModel
     _whole_model_sum: WholeModelSum
     _lagged_sums: LaggedSums
@@ -93,17 +116,49 @@ class FusedAdamS(Optimizer):
         schedule: str = "exact",
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
+        decay: str = "scheduled",
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        state_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        skip_nonfinite: bool = False,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        set_grad_none: bool = True,
+        capturable: bool = False,
         backend: str = "auto",
     ) -> None:
         check_options(max_grad_norm, schedule, backend)
         check_total_numel(total_numel)
+        check_precision(master_weights, stochastic_rounding, seed, state_dtype, exp_avg_sq_dtype)
+        check_flags(
+            skip_nonfinite=skip_nonfinite,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            set_grad_none=set_grad_none,
+            capturable=capturable,
+        )
+        decay = checked_decay(decay, adam_w_mode, schedule, skip_nonfinite)
+        self.options = Options(
+            decay,
+            bias_correction,
+            master_weights,
+            seed if stochastic_rounding else None,
+            state_dtype,
+            exp_avg_sq_dtype,
+            skip_nonfinite,
+        )
+        self.set_grad_none = set_grad_none
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.max_grad_norm = max_grad_norm
         self.schedule = schedule
         self.total_numel = total_numel
         self.backend = backend
         self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         self._sharded_over = ShardedOver.checked(process_group)
-        self._adamw_weight_decay: float | None = None
+        self._adamw_weight_decay = None
+        self._handle = new_handle(self)
         self._decay_warning = DecayWarning()
         self._lagged_sums = LaggedSums()
         self._forget()
@@ -125,6 +180,7 @@ class FusedAdamS(Optimizer):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
+        check_use_of_precision(self.options, [param.dtype for group in self.param_groups for param in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_group({**self.defaults, **param_group})
@@ -172,39 +228,68 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_distributed():
+            self._untraced_step(grad_sumsq, numel)
+        elif torch.compiler.is_compiling() and grad_sumsq is None and self.grad_sumsq_provider is None:
+            self._step_within_a_graph()
+        else:
+            self._eager_step(grad_sumsq, numel)
+        return loss
+
+    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        check_not_in_backward(grad_sumsq)
+        if grad_sumsq is None and numel is not None:
+            raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
-        active = self._active()
+        grads = [param.grad for param in self.numbered_params()]
         collective = self.collective(check=grad_sumsq is None)
+        known = None
+        if grad_sumsq is not None:
+            is_lagged = self.schedule == "lagged"
+            known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
+        self._step(grads, collective, known)
+
+    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
+    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
+    _untraced_step = _disable_dynamo(_eager_step)
+
+    def sum_over(self, sharded_over: ShardedOver) -> None:
+        """Sets `process_group` afterwards, for wrappers that make it."""
+        self._sharded_over = sharded_over
+        self._start_anew()
+
+    def _step_within_a_graph(self) -> None:
+        """Only what torch.compile can follow: which parameters have gradients."""
+        params, grads, numbers = [], [], []
+        for number, param in enumerate(self.numbered_params()):
+            if param.grad is not None:
+                params.append(param)
+                grads.append(param.grad)
+                numbers.append(number)
+        optimizer_step(params, grads, numbers, self._handle)
+
+    def step_with(self, grads: dict[int, Tensor]) -> None:
+        """What a graph comes back to."""
+        self._step([grads.get(number) for number in range(len(self.numbered_params()))], self.collective(), None)
+
+    def numbered_params(self) -> list[Tensor]:
+        """All parameters, in the order of their groups."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
+        active = active_params(self.param_groups, grads, self.state)
+        if known is None:
+            self._whole_model_sum = WholeModelSum()
         if active.params or not collective.is_local:
-            known = None
-            if grad_sumsq is not None:
-                is_lagged = self.schedule == "lagged"
-                known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
-            else:
-                self._whole_model_sum = WholeModelSum()
             self._take_step(active, collective, known)
-        return loss
 
     def collective(self, check: bool = True) -> Collective:
         """All-reduces over the ranks that share this optimizer's parameters."""
         return self._whole_model.collective(self.param_groups, check)
 
-    def _active(self) -> Active:
-        active = Active([], [], [], [])
-        for index, group in enumerate(self.param_groups):
-            check_group(group)
-            params = group["params"]
-            grads = [param.grad for param in params]
-            if not all(map(is_not, grads, repeat(None))):
-                params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
-                grads = [grad for grad in grads if grad is not None]
-            active.group_indices.extend([index] * len(params))
-            active.params.extend(params)
-            active.grads.extend(grads)
-        state = self.state
-        active.states.extend([state.get(param, {}) for param in active.params])
-        return active
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def _take_step(self, active: Active, collective: Collective, known: Known | None) -> None:
         amsgrads = [group["amsgrad"] for group in self.param_groups]
@@ -212,117 +297,80 @@ class FusedAdamS(Optimizer):
         if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
             check_grads(active.params, active.grads)
             first = not any(active.states)
-            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[:2], strict=True)])
+            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[1:3], strict=True)])
             self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
         buckets = self._arrangement.buckets
-        use_lagged = self.schedule == "lagged" and not (first and collective.is_local)
+        loss_scale = LossScale(
+            getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.options.skip_nonfinite
+        )
+        use_lagged = self._needs_one_pass() and not (first and collective.is_local)
         took_last_step = (before or self._arrangement).buckets if use_lagged else []
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
 
         def number() -> Number:
             """All ranks come to the same branch, whatever gradients and state each of them has."""
             if known is not None:
-                return self._known_number(known, active, buckets, collective)
+                return self._known_number(known, active, buckets, collective, loss_scale)
             if not use_lagged:
-                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads))
+                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads), loss_scale)
             if not collective.is_local:
-                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads))
+                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads), loss_scale)
             for bucket in took_last_step:
                 bucket.set_hyper(self.param_groups)
-            return lagged(took_last_step, collective, self.total_numel)
+            return lagged(took_last_step, collective, self.total_numel, loss_scale)
 
         alone = len(buckets) == 1 and collective.is_local and known is None and self.total_numel is None
         alone = alone and before_update is None and (not use_lagged or took_last_step is buckets)
         try:
             for bucket in buckets:
                 bucket.begin_step(active.grads, self.param_groups)
-            result = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged) if alone else None
-            self.exp_avg_sq_mean, self.grad_norm = result or take_step(buckets, number, before_update)
+            fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, loss_scale) if alone else None
+            result = fused or take_step(buckets, number, loss_scale, before_update)
+            self.exp_avg_sq_mean, self.grad_norm, skip = result
+            if skip is not None and loss_scale.may_skip:
+                self.skipped_steps = self.skipped_steps.to(skip.device) + skip.to(torch.int64)
             if use_lagged and not collective.is_local:
-                self._lagged_sums.leave(buckets, collective)
+                self._lagged_sums.leave(buckets, collective, loss_scale)
         finally:
             for bucket in buckets:
                 bucket.end_step()
-        self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
+        if self.options.decay == "scheduled":
+            self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
 
-    def _known_number(self, known: Known, active: Active, buckets: list[Bucket], collective: Collective) -> Number:
+    def _needs_one_pass(self) -> bool:
+        """Whether nothing of this step's gradients must be known before the update."""
+        if self.options.decay == "scheduled":
+            return self.schedule == "lagged"
+        return self.max_grad_norm is None and not self.options.skip_nonfinite
+
+    def _known_number(
+        self, known: Known, active: Active, buckets: list[Bucket], collective: Collective, loss_scale: LossScale
+    ) -> Number:
         if known.numel is None:
-            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel)
+            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
         for bucket in buckets:
             bucket.need_no_sums()
         beta2 = self.param_groups[0]["betas"][1]
-        return self._whole_model_sum.number(known, active.params, beta2, self.max_grad_norm, self._sums_of_state)
-
-    def _sums_of_state(self) -> tuple[Tensor, Tensor]:
-        """Over all state, since wrappers show one group at a time."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        params = [(param, groups.get(param, {})) for param, state in self.state.items() if "exp_avg_sq" in state]
-        states = [(self._whole_model.sharding_of(param, group), self.state[param]) for param, group in params]
-        return known_sum.sums_of_state(states, self._whole_model.collective_of(params))
+        loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
+        return self._whole_model_sum.number(
+            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, loaded
+        )
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            backend, _ = self._backend_of(param)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = backend.new_moment(local_tensor(param), moment_dtype(param.dtype), param.device)
-                state[key] = sharded_like(param, moment)
-        for key in MOMENTS:
-            if key in state:  # wider where the parameter has become so: the update is computed in the moments' dtype
-                state[key] = state[key].to(torch.promote_types(state[key].dtype, param.dtype))
-        if self.param_groups[group_index]["amsgrad"] and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        return state
+        amsgrad = self.param_groups[group_index]["amsgrad"]
+        return initialized(self.state[param], param, self.options, amsgrad, self._backend_of(param)[0])
 
     def _arrange(self, active: Active, amsgrads: list[bool]) -> list[Bucket]:
         positions = defaultdict(list)
-        for position, (index, param) in enumerate(zip(*active[:2], strict=True)):
+        for position, (index, param) in enumerate(zip(*active[1:3], strict=True)):
             backend, _ = self._backend_of(param)
             sharding = self._whole_model.sharding_of(param, self.param_groups[index])
-            positions[backend, param.device, amsgrads[index], sharding].append(position)
+            has_master = self.options.needs_master(param.dtype)
+            positions[backend, param.device, amsgrads[index], has_master, sharding].append(position)
         return [
-            Bucket(backend, amsgrad, where, active, sharding)
-            for (backend, _, amsgrad, sharding), where in positions.items()
+            Bucket(backend, amsgrad, has_masters, where, active, self.options, sharding)
+            for (backend, _, amsgrad, has_masters, sharding), where in positions.items()
         ]
-
-    # --- Weight decay, for people who think in AdamW's
-
-    def effective_weight_decay(self) -> list[float]:
-        """For each group, the `weight_decay` with which AdamW would shrink the weights as much as this does now.
-
-        At the mean of the last step, NaN before the first. Waits for the device.
-        """
-        hyper = Hyper(self.param_groups, self.exp_avg_sq_mean.device)
-        hyper.set_tensor_lrs(self.param_groups)
-        decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
-        return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
-
-    def match_adamw(self, weight_decay: float) -> None:
-        """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
-
-        Sets `weight_decay` in each group that decays at all: at once from the last step's mean, if there is one, and
-        exactly in the next step, which knows its own mean and waits for the device this once.
-        """
-        check_adamw_weight_decay(weight_decay)
-        self._adamw_weight_decay = weight_decay
-        if 0 < self.exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
-
-    def _match_adamw_now(self, exp_avg_sq_mean: Tensor) -> None:
-        """Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing."""
-        if self._adamw_weight_decay is not None and 0 < exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
-            self._adamw_weight_decay = None
-
-    def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
-        rms = float(exp_avg_sq_mean.sqrt())
-        for group in self.param_groups:
-            if group["weight_decay"] > 0:
-                group["weight_decay"] = adamw_weight_decay * (rms + group["eps"])
-        if self._arrangement is not None:
-            for bucket in self._arrangement.buckets:
-                bucket.set_hyper(self.param_groups)
 
     # --- Backends
 
@@ -331,11 +379,15 @@ class FusedAdamS(Optimizer):
 
     def __repr__(self) -> str:
         chosen = {self._backend_of(param)[1]: None for group in self.param_groups for param in group["params"]}
-        options = {
+        options: dict[str, object] = {
             "backend": " and ".join(chosen),
             "schedule": self.schedule,
             "max_grad_norm": self.max_grad_norm,
         }
+        asked_for = self.options._asdict().items() - Options()._asdict().items()
+        options.update(sorted(asked_for))
+        if self._sharded_over is not None:
+            options["process_group"] = str(self._sharded_over)
         lines = [f"{name}: {value}" for name, value in options.items()]
         return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
 
@@ -355,12 +407,12 @@ class FusedAdamS(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         saved = saved_by_param(self.param_groups, state_dict)
         groups = [
-            loaded_group(own, saved_group)
+            loaded_group(own, saved_group, self.options)
             for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True)
         ]
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for param, values in saved.items():
-            state[param] = loaded_state(param, values, self._backend_of(param)[0])
+            state[param] = loaded_state(param, values, self._backend_of(param)[0], self.options)
         self.__setstate__({"state": state, "param_groups": groups})
         self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -372,6 +424,7 @@ class FusedAdamS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._handle = new_handle(self)
         self._lagged_sums = self.__dict__.get("_lagged_sums", LaggedSums())
         self._start_anew()
         self._decay_warning = DecayWarning()

@@ -6,7 +6,7 @@ Nothing here waits for the device. Sums and scalars are float64 where the device
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +18,64 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class Hyper:
-    """Hyper-parameters as a table with a row for each parameter group; its columns by name."""
+class HyperRow(NamedTuple):
+    """What holds for a parameter group. Of the three kinds of decay two are zero."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        self.numbers = hyper_numbers(groups)
-        self.table = upload(torch.tensor(self.numbers, dtype=scalar_dtype(device), device="cpu"), device)
-        self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.max_decay, self.sign = self.table.unbind(1)
+    lr: float  # -1 stands for a tensor, which is not read here
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float  # scheduled: the paper's
+    max_decay: float
+    sign: float  # -1 to maximize
+    decoupled_decay: float  # AdamW's
+    l2: float  # Adam's
+    corrects_bias: float  # 1 or 0
+
+
+class Hyper:
+    """Hyper-parameters as a table with a row for each parameter group."""
+
+    def __init__(self, rows: list[HyperRow], device: torch.device) -> None:
+        self.numbers = rows
+        self.table = upload(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
+
+    def column(self, name: str) -> Tensor:
+        return self.table[:, HyperRow._fields.index(name)]
 
     def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """What is a tensor is read in each step anew, on the device: schedulers change it in place."""
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
-                self.lr[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
+                self.column("lr")[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
 
 
-def hyper_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-    """The table's rows on the host. A `sign` of -1 maximizes; an `lr` of -1 stands for a tensor, not read here."""
+def hyper_rows(
+    groups: Sequence[Mapping[str, Any]], decay: str = "scheduled", bias_correction: bool = True
+) -> list[HyperRow]:
     return [
-        (
+        HyperRow(
             -1.0 if isinstance(group["lr"], Tensor) else max(0.0, group["lr"]),
-            *group["betas"],
+            group["betas"][0],
+            group["betas"][1],
             group["eps"],
-            group["weight_decay"],
+            group["weight_decay"] if decay == "scheduled" else 0.0,
             group["max_decay"],
             -1.0 if group["maximize"] else 1.0,
+            group["weight_decay"] if decay == "decoupled" else 0.0,
+            group["weight_decay"] if decay == "l2" else 0.0,
+            float(bias_correction),
         )
         for group in groups
     ]
+
+
+def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """By tensor, at these step counts."""
+    steps = steps.to(hyper.table.dtype)
+    corrects_bias = hyper.column("corrects_bias")[groups]
+    beta1, beta2 = hyper.column("beta1")[groups], hyper.column("beta2")[groups]
+    return 1 - corrects_bias * beta1**steps, 1 - corrects_bias * beta2**steps
 
 
 def clip_factor(grad_norm: Tensor, max_grad_norm: float) -> Tensor:
@@ -58,15 +88,16 @@ def scheduled_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
 
     A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which would spread to all weights.
     """
-    scheduled = hyper.weight_decay / (exp_avg_sq_mean.sqrt() + hyper.eps)
+    scheduled = hyper.column("weight_decay") / (exp_avg_sq_mean.sqrt() + hyper.column("eps"))
     return torch.where(exp_avg_sq_mean > 0, scheduled, 0.0)
 
 
 def effective_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
-    """The same within `max_decay`, the share of a weight that a step may remove."""
-    return torch.minimum(scheduled_weight_decay(exp_avg_sq_mean, hyper), hyper.max_decay / hyper.lr)
+    """The same within `max_decay`, the share of a weight that a step may remove; or AdamW's own."""
+    scheduled = scheduled_weight_decay(exp_avg_sq_mean, hyper)
+    return torch.minimum(scheduled, hyper.column("max_decay") / hyper.column("lr")) + hyper.column("decoupled_decay")
 
 
 def decay_factor(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
     """What weights are multiplied by, as AdamW would with the effective weight decay."""
-    return 1 - hyper.lr * effective_weight_decay(exp_avg_sq_mean, hyper)
+    return 1 - hyper.column("lr") * effective_weight_decay(exp_avg_sq_mean, hyper)

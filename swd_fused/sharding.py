@@ -53,6 +53,7 @@ def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
     """Groups of one rank have nothing to add and are left out."""
     groups = []
     if is_dtensor(param):
+        _check_mesh(param, over)
         for dim, placement in enumerate(param.placements):
             if placement.is_partial():
                 raise ValueError(
@@ -64,6 +65,25 @@ def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
     if over is not None:
         groups.append(over.group)
     return tuple(group for group in dict.fromkeys(groups) if group.size() > 1)
+
+
+def _check_mesh(param: Any, over: ShardedOver | None) -> None:
+    mesh, rank = param.device_mesh, dist.get_rank()
+    ranks = set(mesh.mesh.flatten().tolist())
+    if over is None:
+        if rank not in ranks:
+            raise ValueError(
+                f"FusedAdamS got a parameter of shape {tuple(param.shape)} on ranks {sorted(ranks)}, of which rank "
+                f"{rank} is none: its mean would be another one than theirs. Pass process_group=, over whom to sum."
+            )
+        return
+    twice = ranks.intersection(dist.get_process_group_ranks(over.group)) - {rank}
+    if twice:
+        raise ValueError(
+            f"FusedAdamS got a DTensor of shape {tuple(param.shape)} on ranks {sorted(ranks)} with a process_group of "
+            f"{over}: it would be counted twice, since a DTensor says itself over whom to sum. Leave process_group "
+            "out, or give it to the parameter groups that need it."
+        )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _caller() -> tuple[str, str] | None:
     for _ in range(FRAMES):
         owner = type(frame.f_locals.get("self"))
         for module, advice in CALLERS.items():
-            if owner.__module__.startswith(module):
+            if str(owner.__module__).startswith(module):
                 return owner.__name__, advice
         if frame.f_back is None:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from swd_fused import schedule
 from swd_fused.bucket import Bucket
 from swd_fused.collective import Collective
+from swd_fused.loss_scale import LossScale
 
 
 class Number(NamedTuple):
@@ -18,28 +19,41 @@ class Number(NamedTuple):
 
     exp_avg_sq_mean: Tensor
     grad_norm: Tensor | None
-    clip: Tensor | None = None
+    grad_factor: Tensor | None = None  # what gradients are multiplied by
+    skip: Tensor | None = None  # 1 if the step must change nothing, else 0
+
+
+class Result(NamedTuple):
+    exp_avg_sq_mean: Tensor
+    grad_norm: Tensor
+    skip: Tensor | None
 
 
 def take_step(
-    buckets: Sequence[Bucket], number: Callable[[], Number], before_update: Callable[[Tensor], None] | None
-) -> tuple[Tensor, Tensor]:
-    """All buckets meet in one number, exp_avg_sq_mean, which is returned with grad_norm.
+    buckets: Sequence[Bucket],
+    number: Callable[[], Number],
+    loss_scale: LossScale,
+    before_update: Callable[[Tensor], None] | None,
+) -> Result:
+    """All buckets meet in one number, exp_avg_sq_mean.
 
     `before_update(exp_avg_sq_mean)` may still change the weight decay.
     """
     for bucket in buckets:
         bucket.check()
-    exp_avg_sq_mean, grad_norm, clip = number()
+    exp_avg_sq_mean, grad_norm, grad_factor, skip = number()
     if before_update is not None:
         before_update(exp_avg_sq_mean)
     for bucket in buckets:
         mean = exp_avg_sq_mean.to(bucket.device, non_blocking=True)
-        bucket.backend.update(bucket, mean, _at(clip, bucket))
+        bucket.backend.update(bucket, mean, _at(grad_factor, bucket), _at(skip, bucket))
     if grad_norm is None:
-        grad_sums = [bucket.grad_sum for bucket in buckets if bucket.grad_sum is not None]
-        grad_norm = torch.stack([grad_sum.to(exp_avg_sq_mean.device) for grad_sum in grad_sums]).sum().sqrt()
-    return exp_avg_sq_mean, grad_norm
+        home = exp_avg_sq_mean.device
+        grad_sums = [bucket.grad_sum.to(home, non_blocking=True) for bucket in buckets if bucket.grad_sum is not None]
+        grad_norm = torch.stack(grad_sums).sum().sqrt()
+        unscale = loss_scale.unscale(home)
+        grad_norm = grad_norm if unscale is None else unscale * grad_norm
+    return Result(exp_avg_sq_mean, grad_norm, skip)
 
 
 def exact(
@@ -48,29 +62,50 @@ def exact(
     max_grad_norm: float | None,
     total_numel: int | None,
     amsgrad: bool,
+    loss_scale: LossScale,
 ) -> Number:
     """Pass 1. `amsgrad` is whether any bucket has it, on any rank: its maxima take an all-reduce of their own."""
-    grad_sum, carried, fresh, count = collective.total(
-        [(bucket.sharding, _gradient_sums(bucket)) for bucket in buckets], 4
-    ).unbind()
-    grad_norm = grad_sum.sqrt()
-    clip = None if max_grad_norm is None else schedule.clip_factor(grad_norm, max_grad_norm)
+    rows = [(bucket.sharding, _gradient_sums(bucket)) for bucket in buckets]
+    grad_sum, carried, fresh, count = collective.total(rows, 4).unbind()
+    grad_norm, grad_factor = clipped(grad_sum, max_grad_norm, loss_scale.unscale(collective.device))
     # The recursion of each element holds for sums, but not for maxima.
-    hat_sum = carried + (fresh if clip is None else clip.square() * fresh)
+    hat_sum = carried + (fresh if grad_factor is None else grad_factor.square() * fresh)
     if amsgrad:
         maxima = [
-            (bucket.sharding, bucket.backend.max_exp_avg_sq_sum(bucket, _at(clip, bucket)).reshape(1))
+            (bucket.sharding, bucket.backend.max_exp_avg_sq_sum(bucket, _at(grad_factor, bucket)).reshape(1))
             for bucket in buckets
             if bucket.amsgrad
         ]
         hat_sum = hat_sum + collective.total(maxima, 1)[0]
-    return Number(hat_sum / (count.clamp(min=1) if total_numel is None else total_numel), grad_norm, clip)
+    exp_avg_sq_mean = hat_sum / (count.clamp(min=1) if total_numel is None else total_numel)
+    return Number(exp_avg_sq_mean, grad_norm, grad_factor, skipped(loss_scale, grad_norm, collective))
 
 
-def lagged(buckets: Sequence[Bucket], collective: Collective, total_numel: int | None) -> Number:
+def lagged(buckets: Sequence[Bucket], collective: Collective, total_numel: int | None, loss_scale: LossScale) -> Number:
     """Instead of pass 1, of the buckets that took the step before."""
     rows = [(bucket.sharding, bucket.backend.last_exp_avg_sq_sum(bucket)) for bucket in buckets]
-    return Number(last_mean(collective.total(rows, 2), total_numel), None)
+    skip = skipped(loss_scale, None, collective)
+    mean = last_mean(collective.total(rows, 2), total_numel)
+    return Number(mean, None, loss_scale.unscale(collective.device), skip)
+
+
+def clipped(grad_sum: Tensor, max_grad_norm: float | None, unscale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The norm of gradients that are to be multiplied by `unscale`, and what they are to be multiplied by in all."""
+    grad_norm = grad_sum.sqrt() if unscale is None else unscale * grad_sum.sqrt()
+    if max_grad_norm is None:
+        return grad_norm, unscale
+    clip = schedule.clip_factor(grad_norm, max_grad_norm)
+    return grad_norm, clip if unscale is None else unscale * clip
+
+
+def skipped(loss_scale: LossScale, grad_norm: Tensor | None, collective: Collective) -> Tensor | None:
+    """All ranks skip a step in which any of them has found an infinity, on meshes unknown to GradScaler too."""
+    if not loss_scale.may_skip:
+        return None
+    found = loss_scale.found(collective.device)
+    if loss_scale.found_inf is not None:
+        found = collective.largest(found)
+    return loss_scale.skip(found, grad_norm)
 
 
 def last_mean(last_sums: Tensor, total_numel: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swd_fused import known_sum
 from swd_fused.collective import Collective
 from swd_fused.sharding import ShardedOver, Sharding, is_distributed, is_dtensor, sharding_of
 from swd_fused.sharding_wrappers import refuse_unknown_shards
@@ -23,11 +24,15 @@ class WholeModel:
     def __init__(self, sharded_over: ShardedOver | None) -> None:
         self._sharded_over = sharded_over
         self._params: list[Tensor] = []
+        self._shardings: dict[int, Sharding] = {}  # by id of these, since asking a mesh takes long
         self._collective: Collective | None = None
         self._checked = False
 
     def sharding_of(self, param: Tensor, group: Group) -> Sharding:
-        return sharding_of(param, self._over(group)) if is_distributed() else ()
+        if not is_distributed():
+            return ()
+        known = self._shardings.get(id(param))
+        return sharding_of(param, self._over(group)) if known is None else known
 
     def collective(self, groups: Sequence[Group], check: bool) -> Collective:
         """Of all parameters, not only of those that have a gradient here and now: all ranks must come to the same.
@@ -38,8 +43,11 @@ class WholeModel:
             return self.collective_of([(param, group) for group in groups for param in group["params"][:1]])
         params = list(chain.from_iterable(group["params"] for group in groups))
         if self._collective is None or not _are_the_same(params, self._params):
+            by_group = [(param, group) for group in groups for param in group["params"]]
+            self._shardings = {}
+            self._shardings = {id(param): self.sharding_of(param, group) for param, group in by_group}
             self._params = params
-            self._collective = self.collective_of([(param, group) for group in groups for param in group["params"]])
+            self._collective = self.collective_of(by_group)
             self._checked = False
         if check and not self._checked:
             # A group that says None for itself is known to be whole.
@@ -57,6 +65,15 @@ class WholeModel:
             shardings.add(sharding_of(None, self._sharded_over))
         device = params[0][0].device if params else torch.device("cpu")
         return Collective(shardings, [over.group for over in given if over is not None], device)
+
+    def sums_of_state(
+        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> tuple[Tensor, Tensor]:
+        """Of v and of steps over all state, since wrappers show one group at a time."""
+        group_of = {param: group for group in groups for param in group["params"]}
+        params = [(param, group_of.get(param, {})) for param, values in state.items() if "exp_avg_sq" in values]
+        states = [(self.sharding_of(param, group), state[param]) for param, group in params]
+        return known_sum.sums_of_state(states, self.collective_of(params))
 
     def _over(self, group: Group) -> ShardedOver | None:
         over: ShardedOver | None = group.get("process_group", self._sharded_over)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -10,7 +11,7 @@ import torch
 from swd_fused import backends
 from tests.device import DEVICE
 
-if DEVICE == "cpu":
+if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.gpu_code import interpreter_bf16, interpreter_speed
 
     interpreter_bf16.install()
@@ -29,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "backends(without=(), interpreted=True, split=False): which backends the fixture of that name goes through. "
-        "interpreted=False keeps a test out of the interpreter, where it would take long; split=True adds the Triton "
-        "backend's passes as launches of their own, of several programs.",
+        "interpreted=False keeps a test out of Triton's interpreter, where it would take long; split=True adds the "
+        "Triton backend's passes as launches of their own, of several programs.",
     )
 
 

@@ -7,4 +7,4 @@ import os
 DEVICE = os.environ.get("SWD_FUSED_TEST_DEVICE", "cpu")
 
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; compiled code is tested with 0

@@ -83,6 +83,7 @@ class Record:
         self.means: list[float] = []
         self.grad_norms: list[float] = []
         self.params: dict[str, np.ndarray] = {}
+        self.travelling: list[int] = []
 
     def finish(self, model: nn.Module) -> Record:
         self.params = {name: whole(param).clone().numpy() for name, param in model.named_parameters()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import plot_step_time, step_time, training_step
+from benchmarks import collective_cost, plot_sharded_step, plot_step_time, sharded_step, step_time, training_step
 from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.contenders import CONTENDERS, Contender, parameters, selected
 from benchmarks.small_models import SmallGPT, SmallResNet
@@ -216,7 +216,44 @@ def test_training_step_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert float(row["optimizer_share"]) == pytest.approx(own / (rest + own))
 
 
-@pytest.mark.parametrize("module", [step_time, plot_step_time, training_step])
+def test_sharded_step_command(tmp_path: Path) -> None:
+    sharded_step.main(["--suite", "one-1M", "--ranks", "2", "--repeats", "2", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "sharded_step.csv")
+    assert [row["contender"] for row in rows] == list(sharded_step.CONTENDERS)
+    for row in rows:
+        assert (row["ranks"], row["suite"], row["elements"], row["repeats"]) == ("2", "one-1M", str(2**20), "2")
+        assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
+        if row["contender"] == row["peer"]:
+            assert (float(row["ratio"]), float(row["added_s"])) == (1, 0)
+    assert (tmp_path / "sharded_step.png").read_bytes().startswith(PNG)
+
+
+def test_the_latency_model_by_hand() -> None:
+    """8 GPUs in a chain, 12,500 nodes in a tree, there and back."""
+    nccl = collective_cost.FABRICS["NCCL's constants"]
+    assert collective_cost.all_reduce_us(8, nccl) == pytest.approx(6.8 + 14 * 0.6)
+    assert collective_cost.all_reduce_us(16, nccl) == pytest.approx(6.8 + 14 * 0.6 + 2 * 5)
+    assert collective_cost.all_reduce_us(100_000, nccl) == pytest.approx(6.8 + 14 * 0.6 + 10 * 13.6096, rel=1e-4)
+    assert collective_cost.all_reduce_us(1, nccl) == 6.8
+
+
+def test_collective_cost_command_and_page(tmp_path: Path) -> None:
+    """The page states what the command prints."""
+    collective_cost.main(["--out", str(tmp_path)])
+    assert (tmp_path / "collective_cost.png").read_bytes().startswith(PNG)
+    rows = rows_of(tmp_path / "collective_cost.csv")
+    page = (Path(__file__).parent.parent / "docs" / "collective.md").read_text()
+    order = ["FSDP, exact", "TP + FSDP, exact", "TP + FSDP, lagged", "FSDP, lagged", "DDP; sum known"]
+    for fabric in collective_cost.FABRICS:
+        for ranks in (8, 1_000, 100_000):
+            own = {r["way"]: float(r["waits_us"]) for r in rows if (r["fabric"], r["ranks"]) == (fabric, str(ranks))}
+            assert f"| {ranks:,} | " + " | ".join(f"{own[way]:.0f}" for way in order) + " |" in page
+
+
+HELPFUL = [step_time, plot_step_time, training_step, sharded_step, plot_sharded_step, collective_cost]
+
+
+@pytest.mark.parametrize("module", HELPFUL)
 def test_help(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         module.main(["--help"])  # type: ignore[attr-defined]

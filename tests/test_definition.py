@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swd_fused import FusedAdamS
 from tests.definition import WRONG, AdamS, MeanNotClipped
 from tests.runs import (
     GROUPS,
@@ -149,3 +150,14 @@ def test_complex_parameters_are_pairs_of_reals(backend: str, dtype: torch.dtype)
     for param, twin in zip(params, twins, strict=True):
         assert torch.equal(param, torch.view_as_real(twin))
         assert optimizer.state[twin]["exp_avg"].dtype == dtype
+
+
+def test_complex_parameters_may_get_other_memory(backend: str) -> None:
+    """They are stepped through a view, which must be that of what the parameter has now."""
+    param = torch.nn.Parameter(torch.ones(5, dtype=torch.complex64))
+    optimizer = FusedAdamS([param], backend=backend)
+    for _ in range(3):
+        param.data = param.data.clone()
+        before = param.detach().clone()
+        run([param], [[torch.ones(5, dtype=torch.complex64)]], optimizer)
+        assert (param != before).all()

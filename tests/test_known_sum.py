@@ -113,6 +113,7 @@ def test_known_and_computed_sums_take_turns(backend: str) -> None:
         ({"grad_sumsq": -1.0}, {}, "wanted a number >= 0"),
         ({"grad_sumsq": "3"}, {}, "wanted a number >= 0"),
         ({"grad_sumsq": torch.ones(2)}, {}, "wanted one number"),
+        ({"numel": 3}, {}, "numel=3 without grad_sumsq"),
         ({"grad_sumsq": 1.0, "numel": 0}, {}, "numel=0, wanted the number of elements"),
         ({"grad_sumsq": 1.0}, {"schedule": "lagged"}, 'Use schedule="exact"'),
         ({"grad_sumsq": 1.0}, {"amsgrad": True}, "amsgrad=True, whose maxima"),

@@ -9,6 +9,7 @@ import swd_fused._C
 import torch
 
 from swd_fused import backends
+from swd_fused.schedule import HyperRow
 
 ops = torch.ops.swd_fused
 backends.load_cpu_backend()
@@ -21,30 +22,46 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def hyper(decay: float = 5e-4) -> torch.Tensor:
-    """Two groups: lr, beta1, beta2, eps, weight_decay, max_decay, sign."""
-    return torch.tensor([[1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0], [1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0]]).double()
+    """Two groups."""
+    rows = [
+        HyperRow(1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0),
+        HyperRow(1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0),
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 SUMS = torch.ones(4, dtype=torch.float64)
 STEPS = torch.tensor([0.0, 1.0, 2.0, 3.0])
 GROUPS = torch.tensor([0, 1, 0, 1])
 MEAN = torch.tensor(1e-4, dtype=torch.float64)
-CLIP = torch.tensor(0.5, dtype=torch.float64)
+FACTOR = torch.tensor(0.5, dtype=torch.float64)
+SKIP = torch.tensor(1.0, dtype=torch.float64)
+SCALE, FOUND = torch.tensor([1024.0]), torch.tensor([0.0])
 
 
-def update_args(dtype: torch.dtype, amsgrad: bool, clip: torch.Tensor | None) -> tuple[object, ...]:
-    written = tensors(dtype), tensors(), tensors(), tensors() if amsgrad else [], SUMS.clone(), STEPS.clone()
-    return *written, tensors(dtype), GROUPS, hyper(), MEAN, clip
+def written(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> tuple[object, ...]:
+    optional = tensors() if amsgrad else [], tensors() if masters else []
+    return tensors(dtype), tensors(), tensors(), *optional, SUMS.clone(), STEPS.clone()
+
+
+def update_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[object, ...]:
+    return *written(dtype, **options), tensors(dtype), GROUPS, torch.arange(4), hyper(), MEAN, *scalars
+
+
+def step_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[object, ...]:
+    return *written(dtype, **options), tensors(dtype), torch.arange(4), GROUPS, torch.arange(4), hyper(), *scalars
 
 
 CALLS = [
     ("gradient_sums", lambda: (tensors(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
-    ("max_exp_avg_sq_sum", lambda: (tensors(), tensors(), tensors(), STEPS, GROUPS, hyper(), CLIP)),
+    ("max_exp_avg_sq_sum", lambda: (tensors(), tensors(), tensors(), STEPS, GROUPS, hyper(), FACTOR)),
     ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
-    ("update_", lambda: update_args(torch.float32, False, None)),
-    ("update_", lambda: update_args(torch.float16, True, CLIP)),
-    ("step_", lambda: (*update_args(torch.bfloat16, True, None)[:7], torch.arange(4), GROUPS, hyper(), 1.0, False)),
-    ("step_", lambda: (*update_args(torch.float32, False, None)[:7], torch.arange(4), GROUPS, hyper(), None, True)),
+    ("update_", lambda: update_args(torch.float32, None, None, None)),
+    ("update_", lambda: update_args(torch.float16, FACTOR, None, None, amsgrad=True, masters=True)),
+    ("update_", lambda: update_args(torch.bfloat16, FACTOR, SKIP, 3)),
+    ("step_", lambda: step_args(torch.bfloat16, 1.0, False, SCALE, FOUND, False, 3, amsgrad=True)),
+    ("step_", lambda: step_args(torch.float32, None, True, None, None, False, None)),
+    ("step_", lambda: step_args(torch.bfloat16, None, False, None, None, True, None, masters=True)),
     ("exp_avg_sq_sums", lambda: (tensors(),)),
     ("advise_huge_pages", lambda: (torch.empty(1000),)),
 ]
@@ -64,8 +81,9 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
             param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad = lists
             averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
             sums = torch.zeros(1, dtype=torch.float64)
-            written = param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], sums, torch.zeros(1)
-            grad_sum = ops.update_(*written, grad, torch.tensor([0]), hyper(), MEAN, None)
+            changed = param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], sums, torch.zeros(1)
+            index = torch.tensor([0])
+            grad_sum = ops.update_(*changed, grad, index, index, hyper(), MEAN, None, None, None)
             assert torch.equal(sums, ops.exp_avg_sq_sums(averaged))
             torch.testing.assert_close(sums, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
             torch.testing.assert_close(grad_sum, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
@@ -84,8 +102,8 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
         table[0, 5] = max_decay
-        written = [param], [zeros.clone()], [zeros.clone()], [], SUMS[:1].clone(), torch.zeros(1)
-        ops.update_(*written, [zeros.to(dtype)], GROUPS[:1], table, MEAN, None)
+        changed = [param], [zeros.clone()], [zeros.clone()], [], [], SUMS[:1].clone(), torch.zeros(1)
+        ops.update_(*changed, [zeros.to(dtype)], GROUPS[:1], GROUPS[:1], table, MEAN, None, None, None)
         expected = (values.to(computes_in) * torch.tensor(1 - max_decay, dtype=computes_in)).to(dtype)
         torch.testing.assert_close(param, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -99,7 +117,7 @@ def test_operators_check_what_they_are_given() -> None:
         ops.gradient_sums(tensors(), SUMS, STEPS[:3], GROUPS, hyper())
     with pytest.raises(RuntimeError, match="tensor 1 is of group 1, but hyper has 1 rows"):
         ops.gradient_sums(tensors(), SUMS, STEPS, GROUPS, hyper()[:1])
-    args = update_args(torch.float32, False, None)
+    args = update_args(torch.float32, None, None, None)
     with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
         ops.update_(args[0], args[1][:3], *args[2:])
     with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):

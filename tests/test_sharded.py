@@ -32,6 +32,7 @@ def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Rec
     """A run, and the number of its all-reduces in each step of the optimizer."""
     optimizer = FusedAdamS(param_groups(model), lr=LR, **options)
     calls: list[int] = []
+    travelling: list[int] = []
     all_reduce = dist.all_reduce
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -45,8 +46,12 @@ def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Rec
             optimizer.step()
         finally:
             dist.all_reduce = all_reduce
+        reduction = optimizer._lagged_sums._reduction
+        travelling.append(0 if reduction is None else len(reduction._travelling))
 
-    return train(model, optimizer, part=part, step=step), calls
+    record = train(model, optimizer, part=part, step=step)
+    record.travelling = travelling
+    return record, calls
 
 
 def my_part(index: int, parts: int) -> slice:
@@ -88,6 +93,11 @@ def tp_fsdp(**options: Any) -> tuple[Record, list[int]]:
     return counted(options, model, my_part(mesh["dp"].get_local_rank(), 2))
 
 
+def float32() -> Record:
+    model = fully_shard(new_model(torch.float32), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return train(model, FusedAdamS(param_groups(model), lr=LR, **CLIP), dtype=torch.float32)
+
+
 def own_shard_only(run: Callable[[], tuple[Record, list[int]]]) -> tuple[Record, list[int]]:
     """Deliberately wrong: each rank takes the mean of what it has."""
     right = Collective.__init__
@@ -125,6 +135,7 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
     for size, layouts in LAYOUTS.items()
 }
 for size in CASES:
+    CASES[size]["float32"] = float32
     CASES[size]["wrong"] = partial(own_shard_only, partial(fsdp, **CLIP))
     CASES[size]["wrong, tensor parallel"] = partial(own_shard_only, partial(tensor_parallel, **CLIP))
 
@@ -178,6 +189,23 @@ def test_all_reduces_in_a_step(size: int, layout: str, options: str) -> None:
     for answers in results(size):
         _, calls = answers[f"{layout}, {options}"]
         assert set(calls[1:]) == {expected_calls}  # the first one of a lagged run is exact
+
+
+@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
+def test_only_lagged_sums_travel_while_the_model_computes(size: int, layout: str, options: str) -> None:
+    expected_travelling = 1 if options == "lagged" and layout != "ddp" else 0
+    for answers in results(size):
+        assert answers[f"{layout}, {options}"][0].travelling == [expected_travelling] * sharded_model.STEPS
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_in_float32_within_1e_6_of_one_process(size: int) -> None:
+    """With the same batch on all ranks, so that gradients differ by nothing but the order of sums."""
+    model = new_model(torch.float32)
+    optimizer = FusedAdamS(param_groups(model), lr=LR, **CLIP)
+    reference = train(model, optimizer, dtype=torch.float32)
+    for answers in results(size):
+        assert distance(answers["float32"], reference) < 1e-6
 
 
 @pytest.mark.parametrize("size", CASES)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swd_fused import FusedAdamS
 from tests import sharded_model
@@ -188,6 +189,93 @@ def fsdp1(use_orig_params: bool, **options: Any) -> Record:
             return record.finish(model)
 
 
+def lagged_over_a_step_without_any_gradient() -> list[list[float]]:
+    """Means of all other steps. Single, then spread."""
+    means: list[list[float]] = []
+    for own, group in [(range(4), None), (range(dist.get_rank(), 4, dist.get_world_size()), dist.group.WORLD)]:
+        torch.manual_seed(0)
+        params, grads = random_params([(5,)] * 4, torch.float64), random_grads([(5,)] * 4, 6, torch.float64)
+        optimizer = FusedAdamS([params[i] for i in own], schedule="lagged", process_group=group)
+        means.append([])
+        for t, step_grads in enumerate(grads):
+            for param, grad in zip(params, step_grads, strict=True):
+                param.grad = None if t in (2, 3) else grad
+            optimizer.step()
+            if t not in (2, 3):
+                means[-1].append(float(optimizer.exp_avg_sq_mean))
+    return means
+
+
+def shards_that_move() -> list[bool]:
+    """FSDP gives a DTensor other memory, when a model is moved for one. The step must follow."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Shard(0)]))
+    optimizer = FusedAdamS([param])
+    moved = []
+    for _ in range(3):
+        param._local_tensor = param._local_tensor.clone()
+        before = param._local_tensor.clone()
+        param.grad = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+        optimizer.step()
+        moved.append(not torch.equal(param._local_tensor, before))
+    return moved
+
+
+def state_with_other_placements() -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))
+    optimizer = FusedAdamS([param])
+    param.grad = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    values = torch.arange(15.0).reshape(5, 3)
+    saved["state"][0]["exp_avg"] = distribute_tensor(values, mesh, [Replicate()])
+    saved["state"][0]["exp_avg_sq"] = distribute_tensor(values, mesh, [Shard(1)])
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    return whole(optimizer.state[param]["exp_avg"])
+
+
+class ReadsByTheHost(TorchDispatchMode):
+    """On a GPU each of these would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def reads_by_the_host() -> dict[str, set[str]]:
+    """In a second step, with the operations that a GPU would get."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    answers = {}
+    for name, options, known in [
+        ("exact", {"max_grad_norm": 1.0}, {}),
+        ("amsgrad", {"amsgrad": True}, {}),
+        ("lagged", {"schedule": "lagged"}, {}),
+        ("known", {}, {"grad_sumsq": torch.tensor(3.0)}),
+        ("known in parts", {}, {"grad_sumsq": torch.tensor(3.0), "numel": 45}),
+    ]:
+        params = [torch.nn.Parameter(distribute_tensor(torch.ones(9, 5), mesh, [Shard(0)]))]
+        params.append(torch.nn.Parameter(torch.ones(3)))
+        optimizer = FusedAdamS(params, backend="torch", **options)
+        optimizer._decay_warning._done = True  # it has a way of its own for GPUs
+        for _ in range(2):
+            for param in params:
+                param.grad = param.detach().clone()
+            with ReadsByTheHost() as reads:
+                optimizer.step(**known)
+        answers[name] = reads.names
+    with ReadsByTheHost() as reads:
+        float(torch.ones(()))
+    answers["float"] = reads.names
+    return answers
+
+
 def messages() -> dict[str, str]:
     """What wrappers are told that shard, and what happens to what cannot be right."""
 
@@ -236,7 +324,39 @@ def messages() -> dict[str, str]:
     def pickled() -> None:
         pickle.dumps(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD))
 
-    cases = [zero, megatron, whole_after_all, partial_param, plain_state, pickled]
+    def deepspeed() -> None:
+        param = torch.nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        optimizer = FusedAdamS([param])
+
+        class ZeroStage:
+            def step(self) -> None:
+                optimizer.step()
+
+        ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
+        ZeroStage().step()
+
+    def counted_twice() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        FusedAdamS([param], process_group=dist.group.WORLD).step()
+
+    def on_other_ranks() -> None:
+        mesh = DeviceMesh("cpu", [0])
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        FusedAdamS([param]).step()
+
+    cases = [
+        counted_twice,
+        on_other_ranks,
+        deepspeed,
+        zero,
+        megatron,
+        whole_after_all,
+        partial_param,
+        plain_state,
+        pickled,
+    ]
     answers = {case.__name__: said(case) for case in cases}
     for use_orig_params in (False, True):
         run = functools.partial(fsdp1, use_orig_params, process_group=None, total_numel=None)
@@ -254,6 +374,11 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
         "fsdp1, False": functools.partial(fsdp1, False),
         "fsdp1, True": functools.partial(fsdp1, True),
         "messages": messages,
+        "reads": reads_by_the_host,
+        "repr": lambda: repr(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD)),
+        "lagged": lagged_over_a_step_without_any_gradient,
+        "moving": shards_that_move,
+        "placements": state_with_other_placements,
     },
     4: {
         "mixed": mixed_meshes,
@@ -345,6 +470,8 @@ def test_fsdp1(size: int, use_orig_params: bool) -> None:
     ("case", "message"),
     [
         ("zero", r"plain tensors from ZeroRedundancyOptimizer, which are shards.*functools\.partial"),
+        ("deepspeed", r"from ZeroStage, .* call swd_fused\.deepspeed\.follow"),
+        ("counted_twice", "Leave process_group out"),
         ("megatron", "from Megatron's tensor parallelism, .* pass process_group="),
         ("fsdp1, False", "from FullyShardedDataParallel, .* total_numel="),
         ("fsdp1, True", "from FullyShardedDataParallel"),
@@ -360,3 +487,36 @@ def test_what_would_be_wrong_is_refused(case: str, message: str) -> None:
 
 def test_a_group_that_says_it_is_whole_is_believed() -> None:
     assert all(not answers["messages"]["whole_after_all"] for answers in results(2))
+
+
+def test_no_step_makes_the_host_wait_for_a_device() -> None:
+    for answers in results(2):
+        reads = answers["reads"]
+        assert reads.pop("float")  # it would be noticed
+        assert not any(reads.values()), reads
+
+
+def test_lagged_skips_a_step_in_which_no_rank_has_a_gradient() -> None:
+    for answers in results(2):
+        single, spread = answers["lagged"]
+        assert spread == pytest.approx(single, rel=1e-12)
+
+
+def test_shards_may_move() -> None:
+    assert all(answers["moving"] == [True] * 3 for answers in results(2))
+
+
+def test_state_is_redistributed_as_the_parameter_is() -> None:
+    for answers in results(2):
+        expected = 0.9 * torch.arange(15.0).reshape(5, 3) + 0.1
+        torch.testing.assert_close(answers["placements"], expected)
+
+
+def test_a_rank_outside_of_a_mesh_is_told() -> None:
+    inside, outside = [answers["messages"]["on_other_ranks"] for answers in results(2)]
+    assert not inside
+    assert "of which rank 1 is none" in outside
+
+
+def test_repr_names_the_ranks() -> None:
+    assert all("process_group: ranks [0, 1]\n" in answers["repr"] for answers in results(2))

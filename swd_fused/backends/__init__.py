@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.bucket import Bucket
+from swd_fused.loss_scale import LossScale
 
 NAMES = ("auto", "cpu", "triton", "torch")
 
@@ -18,8 +19,9 @@ NAMES = ("auto", "cpu", "triton", "torch")
 class Backend(Protocol):
     """The two passes of a step and what goes with them. Results are tensors of the bucket's device.
 
-    v^ is the second moment after bias correction. `exp_avg_sq_mean` and `clip` are zero-dimensional. `step`
-    checks that all tensors fit before it changes any; before the others `bucket.check` does.
+    v^ is the second moment after bias correction. `exp_avg_sq_mean`, `grad_factor`, what gradients are multiplied by,
+    and `skip`, not 0 if nothing must be changed, are zero-dimensional; None is 1 and 0. `step` checks that all tensors
+    fit before it changes any; before the others `bucket.check` does.
     """
 
     def description(self, device: torch.device) -> str:
@@ -29,22 +31,27 @@ class Backend(Protocol):
         """Zeros in the shape and, as far as they are dense, the strides of `like`."""
 
     def gradient_sums(self, bucket: Bucket) -> Tensor:
-        """Pass 1: the sum of v^ after this step as (carried, fresh), that is carried + clip^2 fresh.
+        """Pass 1: the sum of v^ after this step as (carried, fresh), that is carried + grad_factor^2 fresh.
 
         Sets `bucket.grad_sum`; without pass 1 `update` does.
         """
 
-    def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
+    def carried_sum(self, bucket: Bucket) -> Tensor:
+        """The first of these by itself, which needs no gradients."""
+
+    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         """Pass 1 of amsgrad, which has no such recursion: the sum of v^ after this step."""
 
     def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
         """Instead of pass 1: the sum of v^ before this step, and its count, over tensors that have taken a step."""
 
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
-        """Pass 2: advances parameters, moments, `bucket.steps` and `bucket.sums`."""
+    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
+        """Pass 2: advances parameters, masters, moments, `bucket.steps` and `bucket.sums`."""
 
-    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool) -> tuple[Tensor, Tensor] | None:
-        """Both passes as one, for a bucket that is alone: exp_avg_sq_mean and grad_norm. None if there is no such."""
+    def step(
+        self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Both passes as one, for a bucket that is alone: exp_avg_sq_mean, grad_norm, skip. None if it cannot."""
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """By tensor, the `sums` that `update` leaves, bit for bit, from what is stored."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
 from swd_fused.bucket import Bucket
+from swd_fused.loss_scale import LossScale
 
 ops = torch.ops.swd_fused
 
@@ -29,9 +30,12 @@ class CpuBackend:
         bucket.grad_sum = sums[0]
         return sums[1:]
 
-    def max_exp_avg_sq_sum(self, bucket: Bucket, clip: Tensor | None) -> Tensor:
+    def carried_sum(self, bucket: Bucket) -> Tensor:
+        return bucket.carried_sum()
+
+    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         lists = bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads
-        total: Tensor = ops.max_exp_avg_sq_sum(*lists, bucket.steps, bucket.groups, bucket.hyper.table, clip)
+        total: Tensor = ops.max_exp_avg_sq_sum(*lists, bucket.steps, bucket.groups, bucket.hyper.table, grad_factor)
         return total[0]
 
     def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
@@ -40,26 +44,32 @@ class CpuBackend:
         )
         return sums
 
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, clip: Tensor | None) -> None:
-        written = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.sums, bucket.steps
-        read = bucket.grads, bucket.groups, bucket.hyper.table, exp_avg_sq_mean, clip
-        grad_sum = _checked(bucket, ops.update_, *written, *read)
+    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
+        read = bucket.grads, bucket.groups, bucket.tensor_ids, bucket.hyper.table, exp_avg_sq_mean, grad_factor, skip
+        grad_sum = _checked(bucket, ops.update_, *_written(bucket), *read, bucket.options.rounding_seed)
         # A boxed operator does not count its writes, and autograd relies on the count to refuse a backward
         # through weights that have changed since the forward.
         torch.autograd.graph.increment_version(bucket.params)
         if bucket.grad_sum is None:
             bucket.grad_sum = grad_sum[0]
 
-    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool) -> tuple[Tensor, Tensor]:
-        written = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.sums, bucket.steps
-        read = bucket.grads, bucket.numels, bucket.groups, bucket.hyper.table
-        exp_avg_sq_mean, grad_norm = _checked(bucket, ops.step_, *written, *read, max_grad_norm, lagged).unbind()
+    def step(
+        self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        read = bucket.grads, bucket.numels, bucket.groups, bucket.tensor_ids, bucket.hyper.table
+        scalars = max_grad_norm, lagged, *loss_scale, bucket.options.rounding_seed
+        exp_avg_sq_mean, grad_norm, skip = _checked(bucket, ops.step_, *_written(bucket), *read, *scalars).unbind()
         torch.autograd.graph.increment_version(bucket.params)
-        return exp_avg_sq_mean, grad_norm
+        return exp_avg_sq_mean, grad_norm, skip
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
         return sums
+
+
+def _written(bucket: Bucket) -> tuple[object, ...]:
+    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
+    return bucket.params, *moments, bucket.masters, bucket.sums, bucket.steps
 
 
 def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor:
@@ -93,6 +103,6 @@ torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums(3))
 torch.library.register_fake("swd_fused::max_exp_avg_sq_sum")(_fake_sums(1))
 torch.library.register_fake("swd_fused::last_exp_avg_sq_sum")(_fake_sums(2))
 torch.library.register_fake("swd_fused::update_")(_fake_sums(1))
-torch.library.register_fake("swd_fused::step_")(_fake_sums(2))
+torch.library.register_fake("swd_fused::step_")(_fake_sums(3))
 torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums())
 torch.library.register_fake("swd_fused::advise_huge_pages")(lambda tensor: None)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swd_fused.backends.triton_parts import ALIGNMENT
 from swd_fused.bucket import Bucket
-from swd_fused.triton_kernels.tables import ALIGNED, GROUP, TENSOR_COLUMNS
+from swd_fused.triton_kernels.tables import ALIGNED, GRAD_ADDRESS, GROUP, TENSOR_COLUMNS, TENSOR_ID
 from swd_fused.upload import upload
 
-GRADS = 1  # the column that is only read
+GRADS = GRAD_ADDRESS.value  # the column that is only read
 
 
 class Operands:
@@ -69,7 +69,8 @@ class Operands:
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
         layouts = [torch.empty_like(tensor, device="meta") for tensor in bucket.averaged]
         walked = [
-            [_as_laid_out(tensor, layout) for tensor, layout in zip(column, layouts, strict=True)] for column in columns
+            [_as_laid_out(tensor, layout) for tensor, layout in zip(column, layouts, strict=bool(column))]
+            for column in columns
         ]
         self._copies = [
             (column, i, walked[column][i])
@@ -78,19 +79,22 @@ class Operands:
             if walked[column][i] is not tensor
         ]
         table = torch.zeros(len(bucket.params), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
-        addresses = table[:, : len(columns)]
-        for column, tensors in enumerate(walked):
-            addresses[:, column] = torch.frombuffer(array("q", map(Tensor.data_ptr, tensors)), dtype=torch.int64)
+        used = [column for column, tensors in enumerate(walked) if tensors]
+        for column in used:
+            table[:, column] = torch.frombuffer(array("q", map(Tensor.data_ptr, walked[column])), dtype=torch.int64)
+        addresses = table[:, used]
         if ((addresses == 0) & (torch.tensor([[param.numel()] for param in bucket.params], device="cpu") > 0)).any():
             raise RuntimeError("FusedAdamS got a tensor that has elements, but whose memory was freed.")
         table[:, ALIGNED.value] = (addresses % ALIGNMENT == 0).all(1)
         table[:, GROUP.value] = torch.frombuffer(array("q", bucket.group_indices), dtype=torch.int64)
+        table[:, TENSOR_ID.value] = torch.frombuffer(array("q", bucket.numbers), dtype=torch.int64)
         self.table = upload(table, bucket.device)
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
-    columns = [bucket.params, bucket.grads, bucket.exp_avgs, bucket.exp_avg_sqs]
-    return [*columns, bucket.max_exp_avg_sqs] if bucket.amsgrad else columns
+    """As the kernels' table has them. The last two may be empty."""
+    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
+    return [bucket.params, bucket.grads, *moments, bucket.masters]
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

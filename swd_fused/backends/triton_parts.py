@@ -63,6 +63,7 @@ class Dtypes(NamedTuple):
     grad: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
+    weight: torch.dtype  # of what is updated: masters, or parameters themselves
 
     @property
     def compute(self) -> torch.dtype:
@@ -77,7 +78,8 @@ class Dtypes(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """By the kernels' names for them."""
         dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
-        return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": BLOCK}
+        block = BLOCK * torch.float32.itemsize // self.compute.itemsize  # in float64 a whole one would spill registers
+        return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
 
 
 class Part:

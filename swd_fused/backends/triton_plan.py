@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from swd_fused.backends.triton_launch import OPTIONS, PLAIN_REGISTERS, Launcher,
 from swd_fused.backends.triton_operands import Operands
 from swd_fused.backends.triton_parts import Dtypes, Part
 from swd_fused.bucket import Bucket
+from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.triton_kernels import kernels
 from swd_fused.triton_kernels.tables import SLOT_COLUMNS
 from swd_fused.upload import upload
@@ -22,7 +23,7 @@ from swd_fused.upload import upload
 # What exact_step_kernel is passed, for compiling it before any of that exists.
 EXACT_STEP_ARGUMENTS = (
     *(torch.float64, torch.float64, torch.float64, torch.float32, torch.int32),
-    *(torch.int64, torch.int64, torch.int32, torch.float64, torch.float64, 0),
+    *(torch.int64, torch.int64, torch.int32, torch.float64, torch.float64, torch.float32, torch.float32, 0),
 )
 
 
@@ -31,7 +32,8 @@ class Plan:
 
     def __init__(self, bucket: Bucket) -> None:
         self.parts: list[Part] = []
-        self.one = torch.ones((), dtype=torch.float64, device=bucket.device)
+        self.one, self.zero = (torch.full((), x, dtype=torch.float64, device=bucket.device) for x in (1.0, 0.0))
+        self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # as GradScaler has them
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
         self.beta2s_of_last: list[float] = []  # by group
         self._operands = Operands()
@@ -58,8 +60,8 @@ class Plan:
         # weights that have changed since the forward.
         torch.autograd.graph.increment_version(bucket.params)
 
-    def launcher(self, kernel: Any, bucket: Bucket, part: Part, **constants: bool) -> Launcher:
-        return launcher_for(kernel, bucket.device, part.dtypes, AMSGRAD=bucket.amsgrad, **constants)
+    def launcher(self, kernel: Any, bucket: Bucket, part: Part, sum_grads: bool = False) -> Launcher:
+        return launcher_for(kernel, bucket.device, part.dtypes, variant_of(bucket, part.dtypes), sum_grads)
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
@@ -69,20 +71,26 @@ class Plan:
         run = self.launcher(kernels.last_exp_avg_sq_sum_kernel, bucket, part)
         run(1, last, part.sums, bucket.steps, self.table, part.segments, bucket.hyper.table, part.n_segments)
 
-    def limits(self, bucket: Bucket, max_grad_norm: float | None) -> Tensor:
+    def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
         if max_grad_norm not in self._limits:
-            values = [max(1, bucket.numel), math.inf if max_grad_norm is None else max_grad_norm]
+            options = bucket.options
+            values = [
+                max(1, bucket.numel),
+                math.inf if max_grad_norm is None else max_grad_norm,
+                options.skip_nonfinite,
+                0 if options.rounding_seed is None else rounding_start(options.rounding_seed),
+            ]
             limits = torch.tensor(values, dtype=torch.float64, device="cpu")
             self._limits[max_grad_norm] = upload(limits, bucket.device)
         return self._limits[max_grad_norm]
 
     def _make_parts(self, bucket: Bucket) -> None:
         numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
-        operands = bucket.params, bucket.grads, bucket.exp_avgs, bucket.averaged
+        operands = bucket.params, bucket.grads, bucket.exp_avgs, bucket.averaged, bucket.masters or bucket.params
         for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
             numels[Dtypes(param.dtype, *(other.dtype for other in others))][tensor] = param.numel()
         self.parts = [
-            Part(dtypes, by_tensor, programs_on(bucket.device, dtypes, bucket.amsgrad), bucket.device)
+            Part(dtypes, by_tensor, programs_on(bucket.device, dtypes, variant_of(bucket, dtypes)), bucket.device)
             for dtypes, by_tensor in numels.items()
         ]
         self.last = None
@@ -91,23 +99,43 @@ class Plan:
             run(part.programs, part.sums, self.table, part.segments, part.program_segments, bucket.hyper.table)
 
 
+class Variant(NamedTuple):
+    """What kernels are compiled for besides dtypes."""
+
+    amsgrad: bool
+    master: bool
+    stochastic: bool
+
+
+def variant_of(bucket: Bucket, dtypes: Dtypes) -> Variant:
+    stochastic = bucket.options.rounding_seed is not None and dtypes.param == torch.bfloat16
+    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic)
+
+
 @cache
-def launcher_for(kernel: Any, device: torch.device, dtypes: Dtypes, **constants: bool) -> Launcher:
-    options = compile_options(kernel, dtypes, constants["AMSGRAD"], torch.version.hip is not None)
-    return Launcher(kernel, device, {**dtypes.constants(), **constants}, options)
+def launcher_for(
+    kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
+) -> Launcher:
+    options = compile_options(kernel, dtypes, variant, torch.version.hip is not None)
+    return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
 
 
-def compile_options(kernel: Any, dtypes: Dtypes, amsgrad: bool, hip: bool) -> dict[str, Any]:
+def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
+    flags = {name.upper(): value for name, value in variant._asdict().items()}
+    return {**dtypes.constants(), **flags, "SUM_GRADS": sum_grads}
+
+
+def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool) -> dict[str, Any]:
     if kernel is not kernels.exact_step_kernel:
         return OPTIONS
-    plain = dtypes.compute == torch.float32 and not amsgrad and not hip
+    plain = dtypes.compute == torch.float32 and not any(variant) and not hip
     return {**OPTIONS, "launch_cooperative_grid": True, **({"maxnreg": PLAIN_REGISTERS} if plain else {})}
 
 
 @cache
-def programs_on(device: torch.device, dtypes: Dtypes, amsgrad: bool) -> int:
+def programs_on(device: torch.device, dtypes: Dtypes, variant: Variant) -> int:
     """As many as can wait for one another in exact_step_kernel. The other kernels are launched alike."""
     if triton_launch.INTERPRETED:
         return triton_launch.INTERPRETED_PROGRAMS
-    launcher = launcher_for(kernels.exact_step_kernel, device, dtypes, AMSGRAD=amsgrad)
+    launcher = launcher_for(kernels.exact_step_kernel, device, dtypes, variant)
     return resident_programs(launcher.compiled(*EXACT_STEP_ARGUMENTS), device)

@@ -11,12 +11,14 @@ from swd_fused.triton_kernels.segments import sum_of_next_max, sum_of_squares, s
 from swd_fused.triton_kernels.tables import (
     BETA2,
     CARRIED,
+    CORRECTS_BIAS,
     FRESH,
     GRAD_SUM,
     GROUP,
     HYPER_COLUMNS,
     LENGTH,
     MAX_SUM,
+    ROUNDING_START,
     SEGMENT_COLUMNS,
     SLOT_COLUMNS,
     TENSOR,
@@ -41,7 +43,7 @@ def gradient_sums(
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         step = tl.load(steps + tensor) + 1
         beta2 = tl.load(hyper_row + BETA2)
-        bias_correction2 = bias_correction(beta2, step, step)
+        bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
         squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE, BLOCK)
         grad_sum += squares
         carried += beta2 * tl.load(sums + segment) / bias_correction2
@@ -54,7 +56,7 @@ def gradient_sums(
 
 @triton.jit
 def max_exp_avg_sq_sum(
-    slots, steps, tensors, segments, program_segments, hyper, clip,
+    slots, steps, tensors, segments, program_segments, hyper, grad_factor,
     GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
@@ -63,18 +65,25 @@ def max_exp_avg_sq_sum(
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         step = tl.load(steps + tensor) + 1
-        maxima = sum_of_next_max(tensor_row, hyper_row, start, count, clip, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK)
-        total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step)
+        maxima = sum_of_next_max(
+            tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK
+        )
+        corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
+        total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
     tl.store(slots + program * SLOT_COLUMNS + MAX_SUM, total)
 
 
 @triton.jit
 def update(
-    sums, slots, steps, tensors, segments, program_segments, hyper, exp_avg_sq_mean, clip,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr,
-    AMSGRAD: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2, with pointers to the mean and the clip factor. `sums` are then those of the next step."""
+    """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
+
+    The mean and the factor come through memory, or they would take registers from every block in between.
+    """
     program = tl.program_id(0)
     first, end = tl.load(program_segments + program), tl.load(program_segments + program + 1)
     grad_sum = tl.zeros([], tl.float64)
@@ -83,8 +92,9 @@ def update(
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         step = tl.load(steps + tensor) + 1
         total, squares = update_segment(
-            tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(clip),
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, COMPUTE, AMSGRAD, SUM_GRADS, VECTOR, BLOCK,
+            tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
+            tl.load(limits + ROUNDING_START),
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
         )  # fmt: skip
         tl.store(sums + segment, total)
         grad_sum += squares
@@ -128,7 +138,8 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
         group = tl.load(tensors + tensor * TENSOR_COLUMNS + GROUP, mask=mask, other=0)
         beta2 = tl.load(hyper + group * HYPER_COLUMNS + BETA2, mask=mask, other=0.0)
         step = tl.load(steps + tensor, mask=mask, other=0.0)
-        bias_correction2 = bias_correction(beta2, step, tl.max(step))
+        corrects_bias = tl.load(hyper + group * HYPER_COLUMNS + CORRECTS_BIAS, mask=mask, other=0.0)
+        bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
         stepped = step > 0
         exp_avg_sq_sum = tl.load(sums + begin + lanes, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)

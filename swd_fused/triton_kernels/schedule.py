@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.triton_kernels.tables import EPS, LR, MAX_DECAY, WEIGHT_DECAY
+from swd_fused.triton_kernels.tables import DECOUPLED_DECAY, EPS, LR, MAX_DECAY, WEIGHT_DECAY
 
 
 @triton.jit
-def bias_correction(beta, step, longest):
-    """1 - beta^step, where no step is above `longest`, a scalar.
+def bias_correction(beta, step, longest, corrects_bias):
+    """1 - beta^step, where no step is above `longest`, a scalar; or 1.
 
     By repeated squaring, of what is wanted and not of beta: 1 - ab is (1 - a) + (1 - b) a, which cancels nothing. With
     the same bits on every device, and no library call.
@@ -22,7 +22,7 @@ def bias_correction(beta, step, longest):
         power *= 2 - power
         exponent //= 2
         largest //= 2
-    return result
+    return tl.where(corrects_bias != 0, result, 1.0)
 
 
 @triton.jit
@@ -30,7 +30,8 @@ def decay_factor(exp_avg_sq_mean, row):
     """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
     lr, weight_decay, eps = tl.load(row + LR), tl.load(row + WEIGHT_DECAY), tl.load(row + EPS)
     shrink = lr * weight_decay / (tl.sqrt(exp_avg_sq_mean) + eps)
-    return 1 - tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + MAX_DECAY)), 0.0)
+    scheduled = tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + MAX_DECAY)), 0.0)
+    return 1 - scheduled - lr * tl.load(row + DECOUPLED_DECAY)
 
 
 @triton.jit

@@ -7,19 +7,24 @@ import triton.language as tl
 
 from swd_fused.triton_kernels.element import larger, update_element
 from swd_fused.triton_kernels.memory import elements, load_block, store_block
+from swd_fused.triton_kernels.rounding import rounding_key, stochastically_rounded
 from swd_fused.triton_kernels.schedule import bias_correction, decay_factor
 from swd_fused.triton_kernels.tables import (
     ALIGNED,
     BETA1,
     BETA2,
+    CORRECTS_BIAS,
     EPS,
     EXP_AVG_ADDRESS,
     EXP_AVG_SQ_ADDRESS,
     GRAD_ADDRESS,
+    L2,
     LR,
+    MASTER_ADDRESS,
     MAX_EXP_AVG_SQ_ADDRESS,
     PARAM_ADDRESS,
     SIGN,
+    TENSOR_ID,
 )
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
@@ -73,14 +78,14 @@ def sum_of_stored(
 
 @triton.jit
 def sum_of_next_max(
-    tensor_row, hyper_row, start, count, clip,
+    tensor_row, hyper_row, start, count, grad_factor,
     GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of max_exp_avg_sq as this step will leave it."""
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
     max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    grad_scale = clip.to(COMPUTE)
+    grad_scale = grad_factor.to(COMPUTE)
     beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
     one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
     lanes = tl.arange(0, BLOCK)
@@ -99,24 +104,32 @@ def sum_of_next_max(
 
 @triton.jit
 def update_segment(
-    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, clip,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr,
-    AMSGRAD: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2."""
     beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
-    grad_scale = (tl.load(hyper_row + SIGN) * clip).to(COMPUTE)
-    inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step))).to(COMPUTE)
+    corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
+    grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
+    l2 = tl.load(hyper_row + L2).to(COMPUTE)
+    inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(COMPUTE)
     eps = tl.load(hyper_row + EPS).to(COMPUTE)
     factor = decay_factor(exp_avg_sq_mean, hyper_row).to(COMPUTE)
-    step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step)).to(COMPUTE)
+    step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
     one_minus_beta1, one_minus_beta2 = (1 - beta1).to(COMPUTE), (1 - beta2).to(COMPUTE)
     beta2 = beta2.to(COMPUTE)
     param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
+    if MASTER:
+        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
+    else:
+        weight = param
     exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
     max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    rounding = rounding_key(rounding_start, tl.load(tensor_row + TENSOR_ID), step, start)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     grad_total = tl.zeros([BLOCK], COMPUTE)
@@ -124,18 +137,18 @@ def update_segment(
     rest = (count - whole + BLOCK - 1) // BLOCK * BLOCK
     for back in range(BLOCK, rest + BLOCK, BLOCK):
         averaged, squares = update_block(
-            param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + lanes, count,
-            grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
-            COMPUTE, AMSGRAD, 0,
+            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + lanes, count, rounding,
+            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
         )  # fmt: skip
         total += averaged
         if SUM_GRADS:
             grad_total += squares
     for back in range(BLOCK, whole + BLOCK, BLOCK):
         averaged, squares = update_block(
-            param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count,
-            grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
-            COMPUTE, AMSGRAD, VECTOR,
+            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count, rounding,
+            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR,
         )  # fmt: skip
         total += averaged
         if SUM_GRADS:
@@ -145,25 +158,30 @@ def update_segment(
 
 @triton.jit
 def update_block(
-    param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, offsets, count,
-    grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor, step_size,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr,
+    param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, offsets, count, rounding,
+    grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor, step_size,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Returns the second moments whose mean is the schedule, and grad^2."""
+    """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
     g = load_block(grad, offsets, count, COMPUTE, VECTOR)
-    p = load_block(param, offsets, count, COMPUTE, VECTOR)
+    p = load_block(weight, offsets, count, COMPUTE, VECTOR)
     m = load_block(exp_avg, offsets, count, COMPUTE, VECTOR)
     v = load_block(exp_avg_sq, offsets, count, COMPUTE, VECTOR)
     largest = v
     if AMSGRAD:
         largest = load_block(max_exp_avg_sq, offsets, count, COMPUTE, VECTOR)
     p, m, v, largest, averaged = update_element(
-        p, m, v, largest, g, grad_scale, one_minus_beta1, beta2, one_minus_beta2,
+        p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
         inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD,
     )  # fmt: skip
+    if MASTER:
+        store_block(weight, p, offsets, count, VECTOR)
+    if STOCHASTIC:
+        p = stochastically_rounded(p, rounding, offsets)
     store_block(param, p, offsets, count, VECTOR)
     store_block(exp_avg, m, offsets, count, VECTOR)
     store_block(exp_avg_sq, v, offsets, count, VECTOR)
     if AMSGRAD:
         store_block(max_exp_avg_sq, largest, offsets, count, VECTOR)
-    return averaged, g * g
+    return averaged.to(exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g

@@ -10,9 +10,11 @@ GRAD_ADDRESS = tl.constexpr(1)
 EXP_AVG_ADDRESS = tl.constexpr(2)
 EXP_AVG_SQ_ADDRESS = tl.constexpr(3)
 MAX_EXP_AVG_SQ_ADDRESS = tl.constexpr(4)
-ALIGNED = tl.constexpr(5)
-GROUP = tl.constexpr(6)
-TENSOR_COLUMNS = tl.constexpr(7)
+MASTER_ADDRESS = tl.constexpr(5)
+ALIGNED = tl.constexpr(6)
+GROUP = tl.constexpr(7)
+TENSOR_ID = tl.constexpr(8)
+TENSOR_COLUMNS = tl.constexpr(9)
 
 # Columns of `segments` (int64).
 TENSOR = tl.constexpr(0)
@@ -28,7 +30,10 @@ EPS = tl.constexpr(3)
 WEIGHT_DECAY = tl.constexpr(4)
 MAX_DECAY = tl.constexpr(5)
 SIGN = tl.constexpr(6)
-HYPER_COLUMNS = tl.constexpr(7)
+DECOUPLED_DECAY = tl.constexpr(7)
+L2 = tl.constexpr(8)
+CORRECTS_BIAS = tl.constexpr(9)
+HYPER_COLUMNS = tl.constexpr(10)
 
 # Columns of `slots` (float64), a row for each program: what it adds to the number between the passes, and what it makes
 # of the total.
@@ -37,12 +42,16 @@ CARRIED = tl.constexpr(1)
 FRESH = tl.constexpr(2)
 MAX_SUM = tl.constexpr(3)
 MEAN = tl.constexpr(4)
-CLIP = tl.constexpr(5)
+GRAD_FACTOR = tl.constexpr(5)
 SLOT_COLUMNS = tl.constexpr(6)
 
-# Columns of `limits` (float64): the number of elements, at least 1, and max_grad_norm, infinite if nothing is clipped.
+# Columns of `limits` (float64): the number of elements, at least 1; max_grad_norm, infinite if nothing is clipped;
+# whether steps with a norm that is not finite are skipped, 1 or 0; what the keys of stochastic rounding start from.
 NUMEL = tl.constexpr(0)
 MAX_GRAD_NORM = tl.constexpr(1)
+SKIPPED = tl.constexpr(2)
+SKIP_NONFINITE = tl.constexpr(2)
+ROUNDING_START = tl.constexpr(3)
 
 # Columns of `last` (float64): the sum of v^ as the step before left it, and the number of its elements.
 LAST_SUM = tl.constexpr(0)

@@ -7,7 +7,7 @@ import numpy as np
 from .ptx_memory import READABLE, WRITABLE, AccessError
 from .ptx_parser import Instruction, elements
 from .ptx_state import Execute, Lanes, Operands, State
-from .ptx_types import TYPES, UNSIGNED, Array, Type, types_in
+from .ptx_types import TYPES, UNSIGNED, Array, Type, type_of
 
 SYNCHRONISING = {"acquire", "release", "acq_rel", "relaxed", "volatile"}
 SPACES = {"global", "shared", "shared::cta", "param", "local", "const"}
@@ -22,9 +22,9 @@ def space_of(instruction: Instruction) -> str:
 
 
 def compile_load(instruction: Instruction, operands: Operands) -> Execute:
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     raw = TYPES[f"{'s' if kind.kind == 'signed' else 'b'}{kind.width}"]
-    writes = [operands.write(r, raw) for r in elements(instruction.operands[0])]
+    writes = [operands.write(r, raw, wider=True) for r in elements(instruction.operands[0])]
     space = space_of(instruction)
     if space == "param":
         return _load_parameter(instruction, operands, raw, writes)
@@ -40,9 +40,11 @@ def compile_load(instruction: Instruction, operands: Operands) -> Execute:
         else:
             bank = state.memory
             if synchronising:
-                count_synchronising(state, lanes, instruction)
+                synchronise(state, lanes, at, instruction)
             else:
                 state.statistics.loads.count(state.warp[lanes], at, size)
+                if state.races:
+                    state.races.read(state.lane[lanes], at, size, instruction)
         for i, write in enumerate(writes):
             write(state, lanes, raw.values(bank.load(at, kind.width, i)))
 
@@ -64,9 +66,9 @@ def _load_parameter(instruction: Instruction, operands: Operands, raw: Type, wri
 
 
 def compile_store(instruction: Instruction, operands: Operands) -> Execute:
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     raw = TYPES[f"b{kind.width}"]
-    reads = [operands.read(r, raw) for r in elements(instruction.operands[1])]
+    reads = [operands.read(r, raw, wider=True) for r in elements(instruction.operands[1])]
     address = operands.address(instruction.operands[0])
     size = kind.width // 8 * len(reads)
     space = space_of(instruction)
@@ -80,9 +82,11 @@ def compile_store(instruction: Instruction, operands: Operands) -> Execute:
         else:
             bank = state.memory
             if synchronising:
-                count_synchronising(state, lanes, instruction)
+                synchronise(state, lanes, at, instruction)
             else:
                 state.statistics.stores.count(state.warp[lanes], at, size)
+                if state.races:
+                    state.races.write(state.lane[lanes], at, size, instruction)
         for i, read in enumerate(reads):
             bank.store(at, kind.width, i, read(state, lanes))
 
@@ -103,7 +107,7 @@ ATOMIC = {
 
 def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     """atom and red. Lanes take their turns in order, as some order is all that a GPU promises."""
-    kind = types_in(instruction.opcode)[-1]
+    kind = type_of(instruction.opcode)
     returns = instruction.base == "atom"
     write = operands.write(instruction.operands[0], kind) if returns else None
     where, *sources = instruction.operands[1:] if returns else instruction.operands
@@ -116,10 +120,11 @@ def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     def execute(state: State, lanes: Lanes) -> None:
         at = address(state, lanes)
         check(state, lanes, at, size, READABLE | WRITABLE, space, instruction)
-        count_synchronising(state, lanes, instruction)
         bank = state.memory
         if space == "shared":
             bank, at = state.shared, at + state.shared_base[lanes]
+        else:
+            synchronise(state, lanes, at, instruction)
         sources = [np.broadcast_to(read(state, lanes), at.shape) for read in reads]
         first, second = sources[0], sources[-1]
         old_values = np.zeros(at.size, UNSIGNED[kind.width])
@@ -135,8 +140,11 @@ def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     return execute
 
 
-def count_synchronising(state: State, lanes: Lanes, instruction: Instruction) -> None:
+def synchronise(state: State, lanes: Lanes, at: Array, instruction: Instruction) -> None:
     state.statistics.synchronising[instruction.opcode] += np.unique(state.warp[lanes]).size
+    if state.races:
+        for lane, address in zip(state.lane[lanes], at, strict=True):
+            state.races.synchronise(lane, int(address), instruction)
 
 
 def check(state: State, lanes: Lanes, at: Array, size: int, right: int, space: str, instruction: Instruction) -> None:

@@ -6,8 +6,9 @@
     memory.get(x, 1000, np.float32)
 
 It shows what the compiled code computes, that every access is inside an array and aligned, and how many bytes, sectors
-and instructions that took. It does not show races: memory is sequentially consistent, though a `seed` gives another
-order of the warps each time. Programs run together, so that a barrier among them opens.
+and instructions that took. Memory is sequentially consistent and the order of lanes fixed; a `seed` gives another order
+of the warps, `find_races` stops at accesses that no order ties together. Programs run together, so that a barrier among
+them opens.
 """
 
 from __future__ import annotations
@@ -17,33 +18,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .ptx_access import compile_atomic, compile_load, compile_store
+from .ptx_bits import compile_bit_field, compile_funnel_shift, compile_logic, compile_permute, compile_shift
 from .ptx_compute import (
     BINARY,
     UNARY,
     compile_binary,
-    compile_bit_field,
     compile_compare,
     compile_convert,
     compile_divide,
-    compile_funnel_shift,
-    compile_logic,
     compile_move,
     compile_multiply,
     compile_nothing,
-    compile_permute,
     compile_policy,
     compile_select,
-    compile_shift,
-    compile_shuffle,
     compile_unary,
 )
 from .ptx_memory import AccessError, Memory, Statistics
 from .ptx_parser import Instruction, Parameter, parse
+from .ptx_races import RaceError, Races
 from .ptx_scheduler import Scheduler, Step
 from .ptx_state import WARP, Execute, Operands, State
 from .ptx_types import TYPES, Array
+from .ptx_warp import compile_shuffle, compile_warp_reduction
 
-__all__ = ["AccessError", "Kernel", "Memory", "Statistics"]
+__all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics"]
 
 Compiler = Callable[[Instruction, Operands], Execute]
 
@@ -66,6 +64,7 @@ COMPILERS: dict[str, Compiler] = {
     "selp": compile_select,
     "cvt": compile_convert,
     "shfl": compile_shuffle,
+    "redux": compile_warp_reduction,
     "createpolicy": compile_policy,
 }
 
@@ -105,6 +104,7 @@ class Kernel:
         threads: int,
         shared_bytes: int = 0,
         seed: int | None = None,
+        find_races: bool = False,
         most_instructions: int = 10**7,
     ) -> Statistics:
         """`shared_bytes` is the dynamic shared memory, `metadata.shared` in Triton. Missing arguments are zero."""
@@ -112,6 +112,10 @@ class Kernel:
             raise ValueError(f"{threads} threads: a whole number of warps of {WARP} is wanted")
         parameters = pack(self.code.parameters, args)
         state = State(self.code, memory, parameters, programs, threads, shared_bytes)
+        if find_races:
+            if any(i.base in ("fence", "membar") for i in self.code.instructions):
+                raise NotImplementedError("races are followed through release and acquire, not through fences")
+            state.races = Races(memory, programs, threads)
         with np.errstate(all="ignore"):
             Scheduler(self.steps, state, threads, seed, most_instructions).run()
         return state.statistics

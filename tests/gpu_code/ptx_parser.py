@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from .ptx_calls import body_from, write_out_calls
 from .ptx_types import TYPES
 
 CLASS_WIDTH = {name: t.width for name, t in TYPES.items()}
@@ -71,7 +72,7 @@ def parse(ptx: str, name: str | None = None) -> Code:
     if entry is None:
         raise ValueError(f"no kernel {name or ''} in the PTX: looked for .entry NAME(...)")
     code = Code(entry[1], _parameters(entry[2]))
-    body = _body(text, entry.end())
+    body = write_out_calls(body_from(text, entry.end()), text)
     _shared_symbols(text, code)
     _registers(body, code)
     _instructions(body, code)
@@ -91,14 +92,6 @@ def _parameters(text: str) -> list[Parameter]:
         parameters.append(Parameter(name, offset, size, kind))
         offset += size
     return parameters
-
-
-def _body(text: str, start: int) -> str:
-    depth, end = 1, start
-    while depth:
-        depth += (text[end] == "{") - (text[end] == "}")
-        end += 1
-    return text[start : end - 1]
 
 
 def _shared_symbols(text: str, code: Code) -> None:

@@ -139,7 +139,11 @@ class Scheduler:
         if opened.any():
             self.at[opened] = self.resume_at[opened]
             self.waiting[opened] = False
-            self.state.statistics.barriers += int(opened.reshape(-1, self.threads).any(1).sum())
+            for program in np.flatnonzero(opened.reshape(-1, self.threads).any(1)):
+                self.state.statistics.barriers += 1
+                if self.state.races:
+                    own = self.state.lane[program * self.threads : (program + 1) * self.threads]
+                    self.state.races.barrier(own[opened[own]])
 
 
 def _compact(lanes: Array) -> Lanes:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .ptx_memory import Bank, Memory, Statistics
 from .ptx_parser import Code
+from .ptx_races import Races
 from .ptx_types import SIGNED, UNSIGNED, Array, Type
 
 WARP = 32
@@ -29,6 +30,7 @@ class State:
         self.shared_size = code.static_shared_bytes + shared
         self.shared = Bank(programs * self._shared_stride())
         self.statistics = Statistics()
+        self.races: Races | None = None
         self.registers = [np.zeros(n, bool if width == 1 else UNSIGNED[width]) for width in code.registers.values()]
         self.lane = np.arange(n)
         self.warp = self.lane // WARP
@@ -53,18 +55,21 @@ class State:
 
 
 class Operands:
-    """Readers and writers, made once for each operand of each instruction."""
+    """Readers and writers, made once for each operand of each instruction.
+
+    Only loads, stores and conversions may use a register `wider` than the type.
+    """
 
     def __init__(self, code: Code) -> None:
         self.code = code
         self.index = {name: i for i, name in enumerate(code.registers)}
 
-    def read(self, operand: str, kind: Type) -> Read:
+    def read(self, operand: str, kind: Type, *, wider: bool = False) -> Read:
         if operand in self.index:
             index, width = self.index[operand], self.code.registers[operand]
             if width == kind.width:
                 return lambda state, lanes: kind.values(state.registers[index][lanes])
-            if width < kind.width or kind.width == 1:
+            if width < kind.width or kind.width == 1 or not wider:
                 raise ValueError(f"{operand} has {width} bits and cannot be read as {kind.name}")
             narrow = UNSIGNED[kind.width]
             return lambda state, lanes: kind.values(state.registers[index][lanes].astype(narrow))
@@ -77,13 +82,13 @@ class Operands:
             value = kind.values(np.array([self.constant(operand) & (2**kind.width - 1)], UNSIGNED[kind.width]))
         return lambda state, lanes: value
 
-    def write(self, operand: str, kind: Type) -> Write:
+    def write(self, operand: str, kind: Type, *, wider: bool = False) -> Write:
         """Narrow results fill a wider register: signed ones with their sign, others with zeros."""
         if operand == "_":
             return lambda state, lanes, values: None
         index, width = self.index[operand], self.code.registers[operand]
-        if width < kind.width:
-            raise ValueError(f"{operand} has {width} bits and cannot hold {kind.name}")
+        if width < kind.width or (width > kind.width and not wider):
+            raise ValueError(f"{operand} has {width} bits and cannot take {kind.name}")
         signed = SIGNED[kind.width] if kind.kind == "signed" and width > kind.width else None
 
         def write(state: State, lanes: Lanes, values: Array) -> None:

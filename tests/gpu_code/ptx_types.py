@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,18 +32,22 @@ class Type:
         return self.name.endswith("x2")
 
 
-def round_float64_to_odd_float32(x: Array) -> Array:
-    """Toward zero, with the last bit set if anything was lost: a second rounding to 22 bits or fewer is then exact."""
+def truncate_to_float32(x: Array) -> Array:
+    """float64 rounded toward zero."""
     y = x.astype(np.float32)
-    widened = y.astype(np.float64)
-    bits = y.view(np.uint32) - (np.abs(widened) > np.abs(x)).astype(np.uint32)
-    bits |= ((widened != x) & np.isfinite(x)).astype(np.uint32)
-    return bits.view(np.float32)
+    return (y.view(np.uint32) - (np.abs(y.astype(np.float64)) > np.abs(x)).astype(np.uint32)).view(np.float32)
+
+
+def round_to_odd_float32(x: Array) -> Array:
+    """Toward zero, with the last bit set if anything was lost: a second rounding to 22 bits or fewer is then exact."""
+    y = truncate_to_float32(x)
+    lost = (y.astype(np.float64) != x) & np.isfinite(x)
+    return (y.view(np.uint32) | lost.astype(np.uint32)).view(np.float32)
 
 
 def bf16_bits(x: Array) -> Array:
     if x.dtype == np.float64:
-        x = round_float64_to_odd_float32(x)
+        x = round_to_odd_float32(x)
     x = np.ascontiguousarray(x, np.float32)
     bits = x.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -98,4 +101,12 @@ TYPES = _types()
 
 def types_in(opcode: str) -> list[Type]:
     """The types that an opcode names, in order: cvt.rn.bf16x2.f32 has two."""
-    return [TYPES[part] for part in re.split(r"\.", opcode)[1:] if part in TYPES]
+    return [TYPES[part] for part in opcode.split(".")[1:] if part in TYPES]
+
+
+def type_of(opcode: str) -> Type:
+    """The only one: an instruction on two types must not be read as one on the last."""
+    types = types_in(opcode)
+    if len(types) != 1:
+        raise NotImplementedError(f"{opcode}: one type is wanted, it names {[t.name for t in types]}")
+    return types[0]

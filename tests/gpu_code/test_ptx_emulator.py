@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -13,10 +16,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.language.extra import libdevice
 
-from .gpu_code.ptx_emulator import AccessError, Kernel, Memory, Statistics
-from .gpu_code.ptx_rounding import fma
-from .gpu_code.ptx_types import bf16_bits, bf16_values
+from tests.gpu_code.ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics
+from tests.gpu_code.ptx_rounding import fma
+from tests.gpu_code.ptx_types import bf16_bits, bf16_values, f16_bits
 
 ARCHITECTURES = [80, 90, 100]
 
@@ -93,6 +97,70 @@ def test_a_wide_load_of_a_misaligned_array_stops_the_run(arch: int) -> None:
         run(kernel, memory, [out, shifted], programs=1)
 
 
+@triton.jit
+def reduce_kernel(out, x, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    values = tl.load(x + i, mask=i < n, other=0)
+    tl.store(out, tl.sum(values))
+    tl.store(out + 1, tl.max(values))
+    tl.store(out + 2, tl.sum(values * values))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("warps", [1, 8])
+@pytest.mark.parametrize(("kind", "dtype"), [("fp32", np.float32), ("fp64", np.float64), ("i32", np.int32)])
+def test_sums_and_maxima_over_all_threads_equal_numpy(arch: int, warps: int, kind: str, dtype: type) -> None:
+    """Of small whole numbers, whose sums are exact in any order."""
+    x = np.random.default_rng(0).integers(-100, 1000, 1000).astype(dtype)
+    memory = Memory()
+    out, x_at = memory.put(np.zeros(3, dtype)), memory.put(x, writable=False)
+    kernel = compiled(reduce_kernel, arch, warps, out=f"*{kind}", x=f"*{kind}", n="i32", BLOCK=1024)
+    run(kernel, memory, [out, x_at, 1000], programs=1)
+    np.testing.assert_array_equal(memory.get(out, 3, dtype), [x.sum(), x.max(), (x * x).sum()])
+
+
+@triton.jit
+def two_widths_kernel(narrow, wide, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(tl.multiple_of(narrow + i, 16)).to(tl.float32)
+    y = tl.load(tl.multiple_of(wide + i, 16))
+    tl.store(tl.multiple_of(narrow + i, 16), (x - y).to(narrow.dtype.element_ty))
+    tl.store(tl.multiple_of(wide + i, 16), x + y)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_narrow_and_wide_numbers_side_by_side_equal_numpy(arch: int, kind: str) -> None:
+    """sm_100 has instructions on both at once; one layout serves both widths, by way of shared memory or not."""
+    x, y = np.random.default_rng(0).standard_normal((2, 4096)).astype(np.float32)
+    encode, decode = (bf16_bits, bf16_values) if kind == "bf16" else (f16_bits, lambda b: b.view(np.float16))
+    x_bits = encode(x)
+    x = decode(x_bits).astype(np.float32)
+    memory = Memory()
+    narrow, wide = memory.put(x_bits), memory.put(y)
+    run(compiled(two_widths_kernel, arch, narrow=f"*{kind}", wide="*fp32", BLOCK=2048), memory, [narrow, wide], 2)
+    np.testing.assert_array_equal(memory.get(narrow, 4096, np.uint16), encode(x - y))
+    np.testing.assert_array_equal(memory.get(wide, 4096, np.float32), x + y)
+
+
+@triton.jit
+def power_kernel(out, base, exponent, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, libdevice.pow(tl.load(base + i), tl.load(exponent + i)))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_function_that_is_called_runs_as_well(arch: int) -> None:
+    """pow in fp64 is not inlined. It holds its error below an ulp only if every multiply-add in it rounds once."""
+    base, exponent = np.random.default_rng(0).uniform([[0.5], [1]], [[1], [99]], (2, 256))
+    memory = Memory()
+    out, *sources = (memory.put(x) for x in (np.zeros(256), base, exponent))
+    kernel = compiled(power_kernel, arch, out="*fp64", base="*fp64", exponent="*fp64", BLOCK=256)
+    assert "call" in kernel.asm["ptx"]
+    run(kernel, memory, [out, *sources], programs=1)
+    np.testing.assert_array_max_ulp(memory.get(out, 256, np.float64), base**exponent, maxulp=2)
+
+
 def test_sectors_tell_a_stride_from_neighbours() -> None:
     ptx = hand_written(
         """
@@ -147,6 +215,106 @@ def test_a_barrier_among_programs_opens_in_any_order_and_again_in_the_next_launc
         results.append(memory.get(out, n, np.float32))
     np.testing.assert_array_equal(*results)
     np.testing.assert_allclose(results[0], x / x.astype(np.float64).mean(), rtol=1e-6)
+
+
+@triton.jit
+def lane_sums_kernel(out, x, partials, arrivals, BLOCK: tl.constexpr):
+    """As above, but every thread leaves a partial sum, so that the program's own barriers matter as well."""
+    pid = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    tl.store(partials + pid * BLOCK + i, tl.load(x + pid * BLOCK + i))
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+    target = (before // tl.num_programs(0) + 1) * tl.num_programs(0)
+    while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < target:
+        pass
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for program in range(tl.num_programs(0)):
+        sums += tl.load(partials + program * BLOCK + i)
+    tl.store(out + pid * BLOCK + i, sums)
+
+
+def run_lane_sums(arch: int, change: Callable[[str], str] = lambda ptx: ptx, seed: int | None = None) -> None:
+    block, programs = 256, 4
+    types = {"out": "*fp32", "x": "*fp32", "partials": "*fp32", "arrivals": "*i64"}
+    kernel = compiled(lane_sums_kernel, arch, **types, BLOCK=block)
+    ptx = change(kernel.asm["ptx"])
+    x = np.random.default_rng(0).integers(0, 100, (programs, block)).astype(np.float32)
+    memory = Memory()
+    out, x_at, partials = memory.put(np.zeros_like(x)), memory.put(x, writable=False), memory.put(np.zeros_like(x))
+    args = [out, x_at, partials, memory.put(np.zeros(1, np.int64))]
+    for _ in range(2):
+        Kernel(ptx).run(memory, args, programs, 128, kernel.metadata.shared, seed, find_races=True)
+        sums = memory.get(out, x.size, np.float32).reshape(x.shape)
+        np.testing.assert_array_equal(sums, np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_no_race_is_found_where_a_grid_barrier_stands_between(arch: int, seed: int | None) -> None:
+    run_lane_sums(arch, seed=seed)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("order", [".release", ".acquire"])
+def test_a_race_is_found_when_the_compiled_barrier_loses_an_order(arch: int, order: str) -> None:
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(arch, lambda ptx: ptx.replace(order, ".relaxed"))
+
+
+def test_a_race_is_found_when_the_order_does_not_reach_other_programs() -> None:
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(90, lambda ptx: ptx.replace(".gpu.release", ".cta.release"))
+
+
+def test_a_race_is_found_when_a_program_does_not_gather_before_it_arrives() -> None:
+    def without_barrier_before_arrival(ptx: str) -> str:
+        before, release, after = ptx.partition(".release")
+        return re.sub(r"bar\.sync\s+0;", "", before) + release + after
+
+    with pytest.raises(RaceError, match="no order between them"):
+        run_lane_sums(90, without_barrier_before_arrival)
+
+
+def test_a_race_is_found_when_something_is_written_after_the_release() -> None:
+    ptx = hand_written(
+        """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        @%p1 bra $wait;
+        BEFORE
+        red.global.gpu.release.add.u32 [%rd1], 1;
+        AFTER
+        bra.uni $done;
+    $wait:
+        ld.global.gpu.acquire.b32 %r2, [%rd1];
+        setp.ne.b32 %p2, %r2, 32;
+        @%p2 bra $wait;
+        ld.global.b32 %r3, [%rd1 + 4];
+    $done:
+        """
+    )
+    store = "st.global.b32 [%rd1 + 4], %r1;"
+    for before, after in ((store, ""), ("", store)):
+        memory = Memory()
+        kernel = Kernel(ptx.replace("BEFORE", before).replace("AFTER", after))
+        with pytest.raises(RaceError) if after else contextlib.nullcontext():
+            kernel.run(memory, [memory.put(np.zeros(2, np.uint32))], programs=2, threads=32, find_races=True)
+
+
+def test_a_race_is_found_when_one_program_overwrites_what_another_reads() -> None:
+    ptx = hand_written(
+        """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        ld.global.b32 %r2, [%rd1];
+        @%p1 st.global.b32 [%rd1], %r1;
+        """
+    )
+    memory = Memory()
+    at = memory.put(np.zeros(1, np.uint32))
+    with pytest.raises(RaceError, match="overwrites what program 0"):
+        Kernel(ptx).run(memory, [at], programs=2, threads=32, find_races=True)
 
 
 def test_other_seeds_interleave_programs_otherwise() -> None:
@@ -285,9 +453,9 @@ def test_a_fused_multiply_add_rounds_once(dtype: type) -> None:
     a, b = rng.standard_normal((2, 2000)).astype(dtype)
     c = (-a.astype(np.float64) * b * rng.choice([1.0, 1e-3, 1e3, 1 + 1e-12], 2000)).astype(dtype)
     digits = np.finfo(dtype).nmant
-    # c decides on which side of halfway the product lies, far below what rounding twice can see
-    a[:4], b[:4] = 1 + 2.0**-digits, 1 + 2.0 ** -(digits // 2 + 1)
-    a[:2], b[:2], c[:4] = 1 + dtype(2.0 ** -(digits - 1)), 0.5 + 2.0**-digits / 4, [2.0**-80, -(2.0**-80)] * 2
+    # Products that end exactly halfway, where c far below decides; then sums of the same kind.
+    a[:4], b[:4] = 1 + 2.0 ** -((digits + 1) // 2), 1 + 2.0 ** -(digits + 1 - (digits + 1) // 2)
+    a[2:4], c[:4] = -a[2:4], [2.0**-120, -(2.0**-120)] * 2
     a[4:8], b[4:8], c[4:8] = 1, [1, 1, -1, -1], np.array([1, -1, 1, -1]) * 2.0 ** -(digits + 1) * (1 + 2.0**-20)
     tiny = np.finfo(dtype).tiny
     a[8:40] = tiny * rng.standard_normal(32)
@@ -331,7 +499,7 @@ def hand_written(body: str) -> str:
 
 
 def one_result(body: str, dtype: type = np.uint32) -> np.generic:
-    """What the body leaves in %r1, or in %rd2 for eight bytes."""
+    """What the body leaves in %r1 of the last lane, or in %rd2 for eight bytes."""
     memory = Memory()
     at = memory.put(np.zeros(1, dtype))
     register = "st.global.b64 [%rd1], %rd2;" if np.dtype(dtype).itemsize == 8 else "st.global.b32 [%rd1], %r1;"
@@ -369,6 +537,16 @@ def one_result(body: str, dtype: type = np.uint32) -> np.generic:
         ("setp.lt.and.s32 %p1|%p2, -1, 1, %p3; selp.b32 %r1, 1, 0, %p2;", 0),
         ("mov.b32 %r2, 0x3F803F80; mov.b32 %r3, 0x40004040; fma.rn.bf16x2 %r1, %r2, %r3, %r2;", 0x40404080),
         ("mov.b32 %r2, 0x3C003C00; add.f16x2 %r1, %r2, %r2;", 0x40004000),
+        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; sub.rn.f32.bf16 %r1, %rs1, %r2;", 0x40000000),
+        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; fma.rn.f32.bf16 %r1, %rs1, %rs1, %r2;", 0x41200000),
+        ("mov.b32 %r2, 0f3F800000; max.f32 %r1, %r2, 0f40000000, 0f40400000;", 0x40400000),
+        ("mov.b32 %r2, 0f3F800000; add.rz.f32 %r1, %r2, 0fB0800000;", 0x3F7FFFFF),
+        ("mov.b32 %r2, 0f3F800000; add.rz.f32 %r1, %r2, 0f33C00000;", 0x3F800000),
+        ("mov.b32 %r2, 0f3F800001; fma.rz.f32 %r1, %r2, %r2, 0f80000000;", 0x3F800002),
+        ("mov.u32 %r2, %laneid; redux.sync.max.u32 %r1, %r2, -1;", 31),
+        ("mov.u32 %r2, %laneid; shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;", 30),
+        ("mov.u32 %r2, %laneid; shfl.sync.down.b32 %r1, %r2, 1, 31, -1;", 31),
+        ("mov.u32 %r2, %laneid; shfl.sync.idx.b32 %r1, %r2, 5, 0x181F, -1;", 29),
         ("mov.u32 %r2, %laneid; shfl.sync.up.b32 %r1, %r2, 31, 0, -1;", 0),
     ],
 )
@@ -390,9 +568,17 @@ def test_an_instruction_on_64_bits_does_what_its_manual_says(body: str, expected
     assert one_result(body, np.uint64) == expected
 
 
-@pytest.mark.parametrize("body", ["add.rz.f32 %r1, %r1, %r1;", "wgmma.fence.sync.aligned;", "bar.sync 1;"])
+@pytest.mark.parametrize(
+    "body", ["add.rp.f32 %r1, %r1, %r1;", "wgmma.fence.sync;", "bar.sync 1;", "add.s32 %r1, %r1, %r2, %r3;"]
+)
 def test_what_is_not_known_is_refused_before_the_run(body: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"\.rz|wgmma|bar\.sync 1"):
+    with pytest.raises(NotImplementedError, match=re.escape(body.rstrip(";"))):
+        Kernel(hand_written(body))
+
+
+@pytest.mark.parametrize("body", ["add.f32 %rs1, %r1, %r1;", "add.f32 %r1, %rs1, %r1;", "add.f16 %r1, %rs1, %rs1;"])
+def test_a_register_of_the_wrong_width_is_refused_before_the_run(body: str) -> None:
+    with pytest.raises(ValueError, match="bits and cannot"):
         Kernel(hand_written(body))
 
 

@@ -11,8 +11,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
-from .gpu_code import interpreter_bf16
-from .test_ptx_emulator import awkward_floats
+from tests.gpu_code import interpreter_bf16
+from tests.gpu_code.test_ptx_emulator import awkward_floats
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

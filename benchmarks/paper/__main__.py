@@ -1,0 +1,3 @@
+from benchmarks.paper.cli import main
+
+main()

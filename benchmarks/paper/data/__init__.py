@@ -1,0 +1,47 @@
+"""Data sets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
+from benchmarks.paper.data.digits import digits
+from benchmarks.paper.data.fashion_mnist import fashion_mnist
+from benchmarks.paper.data.folders import DataError
+from benchmarks.paper.data.imagenet import ImageNet
+from benchmarks.paper.data.images import ImageData, Tensors
+from benchmarks.paper.data.noise import noise_images, noise_text
+from benchmarks.paper.data.text import Text, penn_treebank, python_documentation
+
+__all__ = ["DataError", "ImageData", "Text", "load_images", "load_text"]
+
+IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
+    "cifar10": partial(cifar, CIFAR10),
+    "cifar100": partial(cifar, CIFAR100),
+    "fashion-mnist": fashion_mnist,
+    "digits": lambda root: digits(),
+    "noise": lambda root: noise_images(),
+}
+
+TEXTS: dict[str, Callable[[Path | None], Text]] = {
+    "penn-treebank": penn_treebank,
+    "python-documentation": lambda root: python_documentation(),
+    "noise-text": lambda root: noise_text(),
+}
+
+
+@lru_cache(maxsize=2)
+def load_images(name: str, root: Path | None, device: torch.device, limit: int) -> ImageData:
+    """With the first `limit` training images, or all for 0."""
+    if name == "imagenet":
+        return ImageNet(root, device)
+    return IMAGES[name](root).limited(limit).on(device)
+
+
+@lru_cache(maxsize=2)
+def load_text(name: str, root: Path | None, device: torch.device, limit: int) -> Text:
+    return TEXTS[name](root).limited(limit).on(device)

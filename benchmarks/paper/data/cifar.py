@@ -1,0 +1,105 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) from a folder, in either of the two formats that they are given out in."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.paper.data.folders import DataError, find_folder
+from benchmarks.paper.data.images import Tensors, normalized
+
+PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Cifar:
+    name: str
+    classes: int
+    python_folder: str
+    python_files: tuple[str, ...]  # the last one holds the test images
+    python_labels: str
+    binary_folder: str
+    binary_files: tuple[str, ...]
+    label_bytes: int  # before each binary image; the last of them is the label
+
+
+CIFAR10 = Cifar(
+    "CIFAR-10",
+    10,
+    "cifar-10-batches-py",
+    (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
+    "labels",
+    "cifar-10-batches-bin",
+    (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
+    1,
+)
+CIFAR100 = Cifar(
+    "CIFAR-100",
+    100,
+    "cifar-100-python",
+    ("train", "test"),
+    "fine_labels",
+    "cifar-100-binary",
+    ("train.bin", "test.bin"),
+    2,
+)
+
+
+def cifar(kind: Cifar, root: Path | None) -> Tensors:
+    binary = root is not None and any(
+        all((folder / file).exists() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
+    )
+    if binary:
+        folder = find_folder(root, [kind.binary_folder], kind.binary_files, kind.name)
+        parts = [read_binary(folder / file, kind) for file in kind.binary_files]
+    else:
+        what = f"{kind.name} (its Python version, or {kind.binary_folder})"
+        folder = find_folder(root, [kind.python_folder], kind.python_files, what)
+        parts = [read_pickle(folder / file, kind) for file in kind.python_files]
+    for (images, labels), file in zip(parts, kind.python_files, strict=True):
+        if len(images) != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < kind.classes):
+            raise DataError(
+                f"{folder}: {file} has {len(images)} images and {len(labels)} labels, wanted as many labels from 0 to "
+                f"{kind.classes - 1}."
+            )
+    images = [torch.from_numpy(part[0].copy()).view(-1, 3, 32, 32) for part in parts]
+    labels = [torch.from_numpy(part[1].astype(np.int64)) for part in parts]
+    train, test = normalized(torch.cat(images[:-1]), images[-1])
+    return Tensors(train, torch.cat(labels[:-1]), test, labels[-1], kind.classes)
+
+
+def read_binary(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
+    values = np.fromfile(path, dtype=np.uint8)
+    record = kind.label_bytes + PIXELS
+    if values.size == 0 or values.size % record:
+        raise DataError(f"{path} has {values.size} bytes, wanted a multiple of {record}. Replace it by a whole one.")
+    records = values.reshape(-1, record)
+    return records[:, kind.label_bytes :], records[:, kind.label_bytes - 1]
+
+
+def read_pickle(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        content = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+        images, labels = np.asarray(content["data"], dtype=np.uint8), np.asarray(content[kind.python_labels])
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not a batch of {kind.name}'s Python version ({error}).") from error
+    if images.ndim != 2 or images.shape[1] != PIXELS:
+        raise DataError(f"{path} has images of shape {images.shape}, wanted (count, {PIXELS}).")
+    return images, labels
+
+
+class ArraysOnly(pickle.Unpickler):
+    """A pickle can run anything when loaded; CIFAR's need no more than NumPy's arrays."""
+
+    ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer", "scalar"})
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, wanted arrays only")

@@ -1,0 +1,89 @@
+"""The optimizers of the paper by name, with its settings: those left out here are each optimizer's own defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
+
+from swd_fused import SGDS, FusedAdamS
+
+# "The displayed weight decay of AdamW is rescaled": lambda / lr at Adam's usual lr of 1e-3, kept at any other lr.
+DECOUPLED = 1000.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`build` takes parameters, lr and the paper's lambda."""
+
+    build: Callable[[Iterable[Parameter], float, float], Optimizer]
+    lr: float = 1e-3
+
+
+class UncoupledSGD(SGD):
+    """The paper's equation 1: weights shrink by the same share in each step, whatever has become of the lr."""
+
+    def __init__(self, params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(params, lr)
+        self.shrink = lr * weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - self.shrink)
+        return super().step(closure)
+
+
+def adabound(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
+    from pytorch_optimizer import AdaBound
+
+    return AdaBound(params, lr, weight_decay=weight_decay, weight_decouple=False)
+
+
+def padam(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
+    from pytorch_optimizer import PAdam
+
+    return PAdam(params, lr, weight_decay=weight_decay)
+
+
+def yogi(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
+    from pytorch_optimizer import Yogi
+
+    return Yogi(params, lr, weight_decay=weight_decay, weight_decouple=False)
+
+
+OPTIMIZERS: dict[str, Kind] = {
+    "AdamS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay)),
+    "AMSGradS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay, amsgrad=True)),
+    "SGDS": Kind(lambda params, lr, decay: SGDS(params, lr, momentum=0.9, weight_decay=decay), lr=0.1),
+    "Adam": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay)),
+    "AdamW": Kind(lambda params, lr, decay: AdamW(params, lr, weight_decay=DECOUPLED * decay)),
+    "AMSGrad": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay, amsgrad=True)),
+    "AMSGradW": Kind(lambda params, lr, decay: AdamW(params, lr, weight_decay=DECOUPLED * decay, amsgrad=True)),
+    "SGD": Kind(lambda params, lr, decay: SGD(params, lr, momentum=0.9, weight_decay=decay), lr=0.1),
+    "RAdam": Kind(lambda params, lr, decay: RAdam(params, lr, weight_decay=decay)),
+    "AdaBound": Kind(adabound),
+    "Padam": Kind(padam, lr=0.01),
+    "Yogi": Kind(yogi),
+    # Without momentum, for figure 1: equation 1 and equation 3.
+    "SGD, eq 1": Kind(UncoupledSGD, lr=0.1),
+    "SGD, eq 3": Kind(lambda params, lr, decay: SGD(params, lr, weight_decay=decay), lr=0.1),
+}
+
+
+def adamw_weight_decay(optimizer: Optimizer) -> float:
+    """The decoupled weight decay at this moment, in AdamW's terms. NaN for L2 regularization, which is none."""
+    if isinstance(optimizer, FusedAdamS):
+        return optimizer.effective_weight_decay()[0]
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, AdamW):
+        return float(group["weight_decay"])
+    if isinstance(optimizer, SGDS):
+        return float(group["weight_decay"] * (1 - group["dampening"]) / (1 - group["momentum"]))
+    return float("nan")

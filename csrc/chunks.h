@@ -1,0 +1,95 @@
+// What each pass does with one chunk of a tensor, in the type T that computes.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+
+#include "blocks.h"
+#include "operand.h"
+
+namespace swd {
+
+// Calls f(begin, n) for each block of a chunk and adds what it returns.
+template <typename Sum, typename F>
+Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
+  Sum total{};
+  for (int64_t i = begin; i < end; i += BLOCK) total += f(i, std::min(BLOCK, end - i));
+  return total;
+}
+
+template <typename T>
+double gradient_chunk(const Operand& grad, int64_t begin, int64_t end) {
+  if (const T* array = grad.direct<T>(begin)) return sum_of_squares(array, end - begin);
+  T scratch[BLOCK];
+  return sum_of_blocks<double>(begin, end,
+                               [&](int64_t i, int64_t n) { return sum_of_squares(grad.read(scratch, i, n), n); });
+}
+
+template <typename T>
+double stored_chunk(const Operand& averaged, int64_t begin, int64_t end) {
+  T scratch[BLOCK];
+  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) { return sum(averaged.read(scratch, i, n), n); });
+}
+
+struct AmsgradOperands {
+  Operand exp_avg_sq, max_exp_avg_sq, grad;
+  bool in_double;
+};
+
+template <typename T, typename Operands>
+double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
+  T scratch[3][BLOCK];
+  return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
+    return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.max_exp_avg_sq.read(scratch[1], i, n),
+                           x.grad.read(scratch[2], i, n), n, scalars);
+  });
+}
+
+struct UpdateOperands {
+  Operand param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad;
+  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
+  bool in_double;
+};
+
+// With a key, bfloat16 parameters are rounded by chance.
+using RoundingKey = std::optional<uint32_t>;
+
+template <typename T>
+void write_param(const UpdateOperands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (key && x.param.is_bfloat16()) return x.param.write_stochastically(param, begin, n, *key);
+  }
+  x.param.write(param, begin, n);
+}
+
+template <typename T>
+UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key,
+                        int64_t begin, int64_t end) {
+  T scratch[5][BLOCK];
+  const Operand& weight = x.master ? *x.master : x.param;
+  return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
+    UpdateSums sums;
+    T* param = weight.read(scratch[0], i, n);
+    T* exp_avg = x.exp_avg.read(scratch[1], i, n);
+    T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
+    const T* grad = x.grad.read(scratch[3], i, n);
+    if (amsgrad) {
+      T* max_exp_avg_sq = x.max_exp_avg_sq.read(scratch[4], i, n);
+      sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+      x.max_exp_avg_sq.write(max_exp_avg_sq, i, n);
+    } else {
+      sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
+    }
+    if (x.master) x.master->write(param, i, n);
+    write_param(x, param, i, n, key);
+    x.exp_avg.write(exp_avg, i, n);
+    x.exp_avg_sq.write(exp_avg_sq, i, n);
+    // The sum is that of what is stored, or it would drift from it.
+    const Operand& averaged = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
+    if (!averaged.is<T>()) sums.averaged = sum(averaged.read(scratch[4], i, n), n);
+    return sums;
+  });
+}
+
+}  // namespace swd

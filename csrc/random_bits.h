@@ -1,0 +1,31 @@
+// Random bits for stochastic rounding, from a hash of what they are for: the same in every run, on any number of
+// threads.
+#pragma once
+
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace swd {
+
+// The finaliser of MurmurHash3: each bit of the result depends on each bit of x.
+SWD_INLINE uint32_t scrambled(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// For one tensor in one step.
+inline uint32_t rounding_key(int64_t seed, int64_t tensor, double step) {
+  const uint32_t start = scrambled(static_cast<uint32_t>(seed) ^ scrambled(static_cast<uint32_t>(seed >> 32) + 1));
+  return scrambled(scrambled(start + static_cast<uint32_t>(tensor)) + static_cast<uint32_t>(step));
+}
+
+// For elements from one number on, of which few blocks have any above 2^32.
+inline uint32_t block_key(uint32_t key, int64_t first) { return key + scrambled(static_cast<uint32_t>(first >> 32)); }
+
+SWD_INLINE uint32_t random_16_bits(uint32_t key, uint32_t element) {
+  return scrambled(key ^ (element * 0x9E3779B9u)) >> 16;
+}
+
+}  // namespace swd

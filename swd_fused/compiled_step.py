@@ -1,0 +1,52 @@
+"""A step within torch.compile: one opaque operator, which takes the same eager step when the graph runs.
+
+Hyper-parameters are read when it runs. So a scheduler makes nothing compile again if `lr` is a tensor; torch.compile
+itself looks at numbers in an optimizer's groups, and compiles for each new one.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Steppable(Protocol):
+    def numbered_params(self) -> list[Tensor]: ...
+
+    def step_with(self, grads: dict[int, Tensor]) -> None:
+        """With these gradients, by the parameters' numbers."""
+
+
+_OPTIMIZERS: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
+_HANDLES = count()
+
+
+def new_handle(optimizer: Steppable) -> int:
+    """What a graph, which cannot hold an optimizer, knows it by."""
+    handle = next(_HANDLES)
+    _OPTIMIZERS[handle] = optimizer
+    return handle
+
+
+@torch.library.custom_op("swd_fused::optimizer_step", mutates_args=("params",))
+def optimizer_step(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int) -> None:
+    """Compilers may pass copies of the parameters, which they copy back later."""
+    optimizer = _OPTIMIZERS[handle]
+    own = optimizer.numbered_params()
+    pairs = [(own[number], given) for number, given in zip(numbers, params, strict=True)]
+    copies = [(mine, given) for mine, given in pairs if mine.data_ptr() != given.data_ptr()]
+    with torch.no_grad():
+        for mine, given in copies:
+            mine.copy_(given)
+        optimizer.step_with(dict(zip(numbers, grads, strict=True)))
+        for mine, given in copies:
+            given.copy_(mine)
+
+
+@optimizer_step.register_fake
+def _(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int) -> None:
+    return None

@@ -1,0 +1,39 @@
+"""Rounding to bfloat16 by chance, in plain PyTorch: the mean of many roundings is right, so small updates are not lost.
+
+The bits come from a hash of seed, tensor, step and element, so a run is the same each time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW_32_BITS = 0xFFFFFFFF
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3 on the lower 32 bits of int64 numbers."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW_32_BITS
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW_32_BITS
+    return x ^ (x >> 16)
+
+
+def rounding_start(seed: int) -> int:
+    """32 bits that depend on all 64 of the seed."""
+    low, high = torch.tensor([seed & LOW_32_BITS, seed >> 32], device="cpu")
+    return int(scrambled(low ^ scrambled((high + 1) & LOW_32_BITS)))
+
+
+def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:
+    """For each tensor in this step, on the device."""
+    keys = scrambled((tensor_ids + rounding_start(seed)) & LOW_32_BITS)
+    return scrambled((keys + steps.to(torch.int64)) & LOW_32_BITS)
+
+
+def stochastically_rounded(values: Tensor, key: Tensor, first: int) -> Tensor:
+    """float32 values in bfloat16. Elements are numbered from `first` on."""
+    elements = torch.arange(first, first + values.numel(), device=values.device).reshape(values.shape)
+    noise = scrambled(key ^ ((elements * 0x9E3779B9) & LOW_32_BITS)) >> 16
+    bits = values.contiguous().view(torch.int32)
+    rounded = ((bits + noise.to(torch.int32)) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

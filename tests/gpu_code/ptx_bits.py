@@ -1,0 +1,94 @@
+"""Instructions that move bits within a register."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from .ptx_compute import apply
+from .ptx_parser import Instruction
+from .ptx_state import Execute, Operands
+from .ptx_types import TYPES, Array, type_of
+
+
+def compile_shift(instruction: Instruction, operands: Operands) -> Execute:
+    """A shift by the width or more leaves zeros, or the sign."""
+    kind = type_of(instruction.opcode)
+    left = instruction.base == "shl"
+
+    def shift(x: Array, by: Array) -> Array:
+        most = np.minimum(by, kind.width - 1).astype(x.dtype)
+        shifted = x << most if left else x >> most
+        if not left and kind.kind == "signed":
+            return shifted
+        return np.where(by >= kind.width, x.dtype.type(0), shifted)
+
+    return apply(instruction, operands, shift, kind, kind, TYPES["u32"])
+
+
+def compile_funnel_shift(instruction: Instruction, operands: Operands) -> Execute:
+    """shf: 32 bits out of two registers."""
+    left, wrap = "l" in instruction.parts, "wrap" in instruction.parts
+
+    def shift(low: Array, high: Array, by: Array) -> Array:
+        both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+        by = (by & np.uint32(31)) if wrap else np.minimum(by, np.uint32(32))
+        by = by.astype(np.uint64)
+        return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
+
+    word = TYPES["b32"]
+    return apply(instruction, operands, shift, word, word, word, word)
+
+
+def compile_bit_field(instruction: Instruction, operands: Operands) -> Execute:
+    """bfe: some bits of a number, with the sign of the highest for signed types."""
+    kind = type_of(instruction.opcode)
+
+    def extract(x: Array, position: Array, length: Array) -> Array:
+        wide = x.astype(object)
+        position, length = (position & 255).astype(object), (length & 255).astype(object)
+        field = (wide >> position) & ((1 << length) - 1)
+        if kind.kind == "signed":
+            top = np.minimum(position + length - 1, kind.width - 1)
+            sign = (wide >> top) & 1 & (length > 0)
+            field = field - (sign << length)
+        return field.astype(x.dtype)
+
+    return apply(instruction, operands, extract, kind, kind, TYPES["u32"], TYPES["u32"])
+
+
+def compile_logic(instruction: Instruction, operands: Operands) -> Execute:
+    """lop3: any function of three bits, given as a table of eight."""
+    *inputs, last = instruction.operands
+    table = operands.constant(last)
+
+    def look_up(a: Array, b: Array, c: Array) -> Array:
+        result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
+        for row in range(8):
+            if table >> row & 1:
+                result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+        return result
+
+    word = TYPES["b32"]
+    three = replace(instruction, operands=tuple(inputs))
+    return apply(three, operands, look_up, word, word, word, word)
+
+
+def compile_permute(instruction: Instruction, operands: Operands) -> Execute:
+    """prmt: four bytes out of eight, chosen by four digits; a digit's top bit repeats the byte's sign."""
+    if len(instruction.parts) > 2:
+        raise NotImplementedError(instruction.text)
+
+    def permute(a: Array, b: Array, selector: Array) -> Array:
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        result = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint32)
+        for i in range(4):
+            digit = (selector >> np.uint32(4 * i)) & np.uint32(15)
+            byte = (both >> ((digit & np.uint32(7)).astype(np.uint64) * np.uint64(8))) & np.uint64(255)
+            sign = np.where(byte >= 128, np.uint64(255), np.uint64(0))
+            result |= np.where(digit >= 8, sign, byte).astype(np.uint32) << np.uint32(8 * i)
+        return result
+
+    word = TYPES["b32"]
+    return apply(instruction, operands, permute, word, word, word, word)

@@ -1,0 +1,156 @@
+"""torch.amp.GradScaler in its fused contract, and steps that must change nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from tests.device import DEVICE
+from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
+
+VARIANTS: list[Any] = [
+    pytest.param(torch.float32, {}, id="plain"),
+    pytest.param(torch.float32, {"amsgrad": True}, id="amsgrad"),
+    pytest.param(torch.float32, {"schedule": "lagged"}, id="lagged"),
+    pytest.param(torch.float32, {"max_grad_norm": 0.5}, id="clipped"),
+    pytest.param(torch.bfloat16, {"master_weights": True}, id="masters"),
+    pytest.param(torch.bfloat16, {"stochastic_rounding": True}, id="stochastic"),
+]
+
+
+def everything(optimizer: FusedAdamS, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    state = [value for param in params for value in optimizer.state[param].values()]
+    return [tensor.detach().clone() for tensor in (*params, *state)]
+
+
+def set_grads(params: list[torch.nn.Parameter], grads: list[torch.Tensor], scale: float = 1.0) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * scale
+
+
+def scaled_step(scaler: torch.amp.GradScaler, optimizer: FusedAdamS, unscale_first: bool) -> None:
+    scaler.scale(torch.zeros(()))  # makes the scale
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(("dtype", "options"), VARIANTS)
+def test_scaled_run_equals_unscaled(
+    backend: str, dtype: torch.dtype, options: dict[str, Any], unscale_first: bool
+) -> None:
+    """By a power of two, so that no bit differs; the schedule sees unscaled gradients."""
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps_for(backend, 6), dtype)
+    peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, peer = fused(params, backend=backend, **options), fused(peers, backend=backend, **options)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    for step_grads in grads:
+        set_grads(params, step_grads, 1024.0)
+        scaled_step(scaler, optimizer, unscale_first)
+        set_grads(peers, step_grads)
+        peer.step()
+        assert optimizer.exp_avg_sq_mean == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
+        assert optimizer.grad_norm == pytest.approx(float(peer.grad_norm), rel=1e-12)
+    for mine, other in zip(everything(optimizer, params), everything(peer, peers), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    if unscale_first or "max_grad_norm" not in options:
+        assert all(map(torch.equal, everything(optimizer, params), everything(peer, peers)))
+    assert int(optimizer.skipped_steps) == 0
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(("dtype", "options"), VARIANTS)
+def test_an_infinity_changes_nothing(
+    backend: str, dtype: torch.dtype, options: dict[str, Any], unscale_first: bool
+) -> None:
+    """Not parameters, moments, masters, step counts; nor, as the next step shows, sums."""
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, 4, dtype)
+    peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, peer = fused(params, backend=backend, **options), fused(peers, backend=backend, **options)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=64.0, backoff_factor=0.5)
+    scale = 64.0
+    for t, step_grads in enumerate(grads):
+        set_grads(params, step_grads, scale)
+        if t == 2:
+            params[1].grad.view(-1)[7] = torch.inf
+            before = everything(optimizer, params)
+            scaled_step(scaler, optimizer, unscale_first)
+            scale /= 2
+            assert all(map(torch.equal, before, everything(optimizer, params)))
+            continue
+        scaled_step(scaler, optimizer, unscale_first)
+        set_grads(peers, step_grads)
+        peer.step()
+    for mine, other in zip(everything(optimizer, params), everything(peer, peers), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    assert optimizer.exp_avg_sq_mean == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
+    assert int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize(("dtype", "options"), [v for v in VARIANTS if v.id != "lagged"])
+def test_skip_nonfinite(backend: str, dtype: torch.dtype, options: dict[str, Any], bad: float) -> None:
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, 3, dtype)
+    optimizer = fused(params, backend=backend, skip_nonfinite=True, **options)
+    run(params, grads[:1], optimizer)
+    before = everything(optimizer, params)
+    poisoned = copy.deepcopy(grads[1])
+    poisoned[5][17] = bad
+    run(params, [poisoned], optimizer)
+    assert all(map(torch.equal, before, everything(optimizer, params)))
+    assert int(optimizer.skipped_steps) == 1
+    assert not optimizer.grad_norm.isfinite()
+    run(params, grads[2:], optimizer)
+    assert int(optimizer.skipped_steps) == 1
+    peers = [torch.nn.Parameter(tensor.clone()) for tensor in before[: len(params)]]
+    assert not any(torch.equal(a, b) for a, b in zip(params, peers, strict=True) if a.numel() > 100)
+    assert all(param.isfinite().all() for param in params)
+
+
+def test_a_first_step_may_be_skipped(backend: str) -> None:
+    params = random_params([(5,)])
+    start = params[0].detach().clone()
+    optimizer = fused(params, [{"params": [0]}], skip_nonfinite=True, backend=backend)
+    run(params, [[torch.full((5,), torch.nan)]], optimizer)
+    assert torch.equal(params[0], start)
+    assert float(optimizer.state[params[0]]["step"]) == 0
+    run(params, [[torch.ones(5)]], optimizer)
+    assert params[0].isfinite().all()
+    assert not torch.equal(params[0], start)
+
+
+def test_several_buckets_skip_together(backend: str) -> None:
+    """The infinity is in one of them only."""
+    params = [*random_params([(20,)]), *random_params([(20,)])]
+    groups = [{"params": [0], "amsgrad": True}, {"params": [1]}]
+    optimizer = fused(params, groups, skip_nonfinite=True, backend=backend)
+    run(params, [[torch.randn(20), torch.randn(20)]], optimizer)
+    before = everything(optimizer, params)
+    run(params, [[torch.randn(20), torch.full((20,), torch.inf)]], optimizer)
+    assert all(map(torch.equal, before, everything(optimizer, params)))
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_skipped_steps_survive_a_copy() -> None:
+    params = random_params([(5,)])
+    optimizer = fused(params, [{"params": [0]}], skip_nonfinite=True)
+    run(params, [[torch.full((5,), torch.nan)]], optimizer)
+    assert int(copy.deepcopy(optimizer).skipped_steps) == 1
+
+
+def test_groups_differ_and_infinities_are_found_in_any(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 2)
+    optimizer = fused(params, GROUPS, backend=backend, skip_nonfinite=True)
+    run(params, grads[:1], optimizer)
+    for index in (0, 2, 5):
+        poisoned = [grad.clone() for grad in grads[1]]
+        poisoned[index].view(-1)[0] = torch.nan
+        before = everything(optimizer, params)
+        run(params, [poisoned], optimizer)
+        assert all(map(torch.equal, before, everything(optimizer, params)))

@@ -1,0 +1,182 @@
+"""Master weights, stochastic rounding and the state's dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.definition import AdamS, Group
+from tests.runs import error, fused, moments, random_grads, random_params, run, steps_for, to_numpy
+
+ONE = [{"params": [0], "weight_decay": 2e-3, "lr": 1e-3}]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def definition_from(values: list[torch.Tensor], grads: list[list[torch.Tensor]], groups: list[dict[str, Any]]) -> AdamS:
+    reference = AdamS([to_numpy(value) for value in values], [Group(**group) for group in groups])
+    for step_grads in grads:
+        reference.step([to_numpy(grad) for grad in step_grads])
+    return reference
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masters_are_the_run_in_float32(backend: str, dtype: torch.dtype) -> None:
+    """Bit for bit: a float32 run with the same gradients. The parameters are its rounded copy."""
+    shapes = [(700,), (31, 17), (), (0,)]
+    groups = [{"params": range(4), "lr": 1e-2, "weight_decay": 2e-3}]
+    params, grads = random_params(shapes, dtype), random_grads(shapes, steps_for(backend, 20), dtype)
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer = fused(params, groups, master_weights=True, backend=backend)
+    run(params, grads, optimizer)
+    run(wide, [[grad.float() for grad in step_grads] for step_grads in grads], fused(wide, groups, backend=backend))
+    for param, peer in zip(params, wide, strict=True):
+        master = optimizer.state[param]["master_param"]
+        assert master.dtype == torch.float32
+        assert torch.equal(master, peer.detach())
+        assert torch.equal(param.detach(), peer.detach().to(dtype))
+
+
+def test_masters_keep_updates_that_rounding_loses(backend: str) -> None:
+    """A quarter of a bfloat16's last place, many times over."""
+    steps = steps_for(backend, 60)
+    grads = [[torch.full((64,), 1e-3, dtype=torch.bfloat16)] for _ in range(steps)]
+    moved = {}
+    for masters in (False, True):
+        param = torch.nn.Parameter(torch.full((64,), 1.0, dtype=torch.bfloat16))
+        group = [{"params": [0], "lr": 1e-3, "weight_decay": 0.0}]
+        run([param], grads, fused([param], group, master_weights=masters, backend=backend))
+        moved[masters] = float((1 - param.detach().float()).mean())
+    assert moved[False] == 0.0
+    assert moved[True] == pytest.approx(1e-3 * steps, abs=2e-3)
+
+
+def test_only_16_bit_parameters_get_masters(backend: str) -> None:
+    params = [*random_params([(5,)], torch.bfloat16), *random_params([(5,)])]
+    optimizer = fused(params, [{"params": [0, 1]}], master_weights=True, backend=backend)
+    run(params, [[torch.randn(5, dtype=param.dtype) for param in params]], optimizer)
+    assert ["master_param" in optimizer.state[param] for param in params] == [True, False]
+
+
+def test_masters_follow_a_model_that_was_loaded(backend: str) -> None:
+    """Where parameters were changed; elsewhere they keep their precision."""
+    params, grads = random_params([(40,)], torch.bfloat16), random_grads([(40,)], 4, torch.bfloat16)
+    optimizer = fused(params, ONE, master_weights=True, backend=backend)
+    run(params, grads[:3], optimizer)
+    master = optimizer.state[params[0]]["master_param"]
+    before = master.clone()
+    with torch.no_grad():
+        params[0][:20] = 7.0
+    group = [{**ONE[0], "lr": 0.0}]
+    optimizer.param_groups[0]["lr"] = group[0]["lr"]
+    run(params, grads[3:], optimizer)
+    assert torch.equal(master[:20], torch.full((20,), 7.0))
+    assert torch.equal(master[20:], before[20:])
+    assert not torch.equal(before[20:], before[20:].bfloat16().float())
+
+
+def test_stochastic_rounding_is_unbiased(backend: str) -> None:
+    """Each rounding is up or down; their mean over many elements is the value within four standard errors."""
+    numel = 20_000
+    value, lower, upper = 1.0 + 0.3 * 2**-7, 1.0, 1.0 + 2**-7
+    param = torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16))
+    group = [{"params": [0], "lr": value - 1, "weight_decay": 0.0, "eps": 0.0, "maximize": True}]
+    optimizer = fused([param], group, stochastic_rounding=True, seed=3, backend=backend)
+    run([param], [[torch.ones(numel, dtype=torch.bfloat16)]], optimizer)
+    rounded = param.detach().double()
+    assert set(rounded.unique().tolist()) == {lower, upper}
+    up = float((rounded == upper).double().mean())
+    assert abs(up - 0.3) < 4 * (0.3 * 0.7 / numel) ** 0.5
+    # Neighbours, and elements far apart, are independent.
+    ups = (rounded == upper).double() - up
+    for distance in (1, 2, 512, 4096):
+        assert abs(float((ups[:-distance] * ups[distance:]).mean())) < 4 * 0.21 / (numel - distance) ** 0.5
+
+
+def test_stochastic_rounding_moves_where_nearest_stalls(backend: str) -> None:
+    steps = steps_for(backend, 60)
+    grads = [[torch.full((600,), 1e-3, dtype=torch.bfloat16)] for _ in range(steps)]
+    param = torch.nn.Parameter(torch.ones(600, dtype=torch.bfloat16))
+    group = [{"params": [0], "lr": 1e-3, "weight_decay": 0.0}]
+    run([param], grads, fused([param], group, stochastic_rounding=True, backend=backend))
+    assert float((1 - param.detach().double()).mean()) == pytest.approx(1e-3 * steps, rel=0.2)
+
+
+def rounded_run(backend: str, seed: int, steps: int, resume_at: int | None = None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(300,), (20, 31)]
+    params, grads = random_params(shapes, torch.bfloat16), random_grads(shapes, steps, torch.bfloat16)
+    groups = [{"params": [0, 1], "lr": 1e-3}]
+    optimizer = fused(params, groups, stochastic_rounding=True, seed=seed, backend=backend)
+    if resume_at is not None:
+        run(params, grads[:resume_at], optimizer)
+        state = optimizer.state_dict()
+        optimizer = fused(params, groups, stochastic_rounding=True, seed=seed, backend=backend)
+        optimizer.load_state_dict(state)
+        grads = grads[resume_at:]
+    run(params, grads, optimizer)
+    return [param.detach() for param in params]
+
+
+def test_stochastic_rounding_is_reproducible(backend: str) -> None:
+    steps = steps_for(backend, 12)
+    once, again, other = (rounded_run(backend, seed, steps) for seed in (1, 1, 2))
+    assert all(map(torch.equal, once, again))
+    assert not any(map(torch.equal, once, other))
+    assert all(map(torch.equal, once, rounded_run(backend, 1, steps, resume_at=steps // 2)))
+
+
+def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:
+    param = torch.nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0], dtype=torch.bfloat16))
+    run(
+        [param], [[torch.ones(4, dtype=torch.bfloat16)]], fused([param], ONE, stochastic_rounding=True, backend=backend)
+    )
+    assert param[0] == torch.inf
+    assert param[1] == -torch.inf
+    assert param[2].isnan()
+    assert param[3].isfinite()
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_state_dtype_on_request(backend: str, key: str) -> None:
+    """The mean is that of what is stored, so a bfloat16 second moment does not drift from its sum."""
+    options = {{"exp_avg": "state_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}[key]: torch.bfloat16}
+    shapes = [(700,), (31, 17)]
+    groups = [{"params": [0, 1], "lr": 1e-3, "betas": (0.9, 0.9)}]
+    params, grads = random_params(shapes), random_grads(shapes, steps_for(backend, 20))
+    start = [param.detach().clone() for param in params]
+    optimizer = fused(params, groups, backend=backend, **options)
+    run(params, grads, optimizer)
+    reference = definition_from(start, grads, groups)
+    assert {optimizer.state[p][key].dtype for p in params} == {torch.bfloat16}
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}[key]
+    assert {optimizer.state[p][other].dtype for p in params} == {torch.float32}
+    assert error(moments(optimizer, params, key), getattr(reference, key)) < 2e-2 * float(
+        max(abs(x).max() for x in getattr(reference, key))
+    )
+    assert error(params, reference.params) < 1e-3
+    stored = sum(float(optimizer.state[p]["exp_avg_sq"].double().sum()) for p in params)
+    step = len(grads)
+    run(params, [[torch.zeros(shape) for shape in shapes]], optimizer)
+    carried = 0.9 * stored / (1 - 0.9 ** (step + 1)) / sum(p.numel() for p in params)
+    assert float(optimizer.exp_avg_sq_mean) == pytest.approx(carried, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.float32, {"master_weights": True}, "wider ones are their own masters"),
+        (torch.bfloat16, {"master_weights": True, "stochastic_rounding": True}, "Use one of the two"),
+        (torch.float16, {"stochastic_rounding": True}, "wanted some of torch.bfloat16"),
+        (torch.bfloat16, {"seed": 3}, "without stochastic_rounding"),
+        (torch.bfloat16, {"stochastic_rounding": True, "seed": -1}, "wanted a whole number"),
+        (torch.float32, {"state_dtype": torch.int8}, "wanted one of"),
+        (torch.float32, {"exp_avg_sq_dtype": torch.float64}, "wanted one of"),
+        (torch.bfloat16, {"master_weights": 1}, "wanted True or False"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fused(random_params([(5,)], dtype), ONE, **options)

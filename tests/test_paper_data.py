@@ -1,0 +1,245 @@
+"""Data are read in their standard formats, and what is missing or broken is said clearly. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.paper.data import IMAGES, TEXTS, DataError, load_images, load_text
+from benchmarks.paper.data.images import Tensors, flipped_and_cropped
+
+CPU = torch.device("cpu")
+RNG = np.random.default_rng(0)
+FASHION_MODULE = sys.modules["benchmarks.paper.data.fashion_mnist"]
+
+
+@pytest.fixture(autouse=True)
+def _no_debian_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(FASHION_MODULE, "DEBIAN_FOLDER", tmp_path / "not installed")
+
+
+# --- Fashion-MNIST
+
+
+def idx(values: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape) + values.tobytes()
+
+
+def write_fashion(folder: Path, suffix: str = ".gz") -> dict[str, np.ndarray]:
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    for stem, count in (("train", 5), ("t10k", 3)):
+        arrays[f"{stem}-images-idx3-ubyte"] = RNG.integers(0, 256, (count, 4, 4), dtype=np.uint8)
+        arrays[f"{stem}-labels-idx1-ubyte"] = RNG.integers(0, 10, count, dtype=np.uint8)
+    for stem, values in arrays.items():
+        content = idx(values)
+        (folder / f"{stem}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    return arrays
+
+
+@pytest.mark.parametrize(("place", "suffix"), [("", ".gz"), ("fashion-mnist", ".gz"), ("FashionMNIST/raw", "")])
+def test_fashion_mnist_is_read(tmp_path: Path, place: str, suffix: str) -> None:
+    arrays = write_fashion(tmp_path / place, suffix)
+    data = IMAGES["fashion-mnist"](tmp_path)
+    assert data.train_labels.tolist() == arrays["train-labels-idx1-ubyte"].tolist()
+    images = torch.from_numpy(arrays["train-images-idx3-ubyte"]).double()
+    expected = (images - images.mean()) / images.std()
+    torch.testing.assert_close(data.train_images[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
+    test = (torch.from_numpy(arrays["t10k-images-idx3-ubyte"]).double() - images.mean()) / images.std()
+    torch.testing.assert_close(data.test_images[:, 0].double(), test, rtol=1e-4, atol=1e-5)
+    assert (data.channels, data.size, data.classes) == (1, 4, 10)
+
+
+def test_debians_fashion_mnist_is_found_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fashion(tmp_path / "debian")
+    monkeypatch.setattr(FASHION_MODULE, "DEBIAN_FOLDER", tmp_path / "debian")
+    assert len(IMAGES["fashion-mnist"](None).train_labels) == 5
+    (tmp_path / "cifar only").mkdir()
+    assert len(IMAGES["fashion-mnist"](tmp_path / "cifar only").train_labels) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no gzip", "cannot be unpacked"),
+        (gzip.compress(idx(np.zeros((5, 4, 4), np.uint8)))[:-9], "cannot be unpacked"),
+        (gzip.compress(b"\1\2\3\4\5"), "wanted an IDX file"),
+        (gzip.compress(idx(np.zeros((5, 4, 4), np.uint8))[:-1]), "its header says"),
+        (gzip.compress(idx(np.zeros((4, 4, 4), np.uint8))), "with labels of shape"),
+    ],
+    ids=["no gzip", "cut", "no IDX", "too few values", "too few images"],
+)
+def test_broken_fashion_mnist_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    write_fashion(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        IMAGES["fashion-mnist"](tmp_path)
+
+
+# --- CIFAR
+
+FILES10 = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+CASES = {
+    "cifar10": (FILES10, "labels", "cifar-10-batches", 10),
+    "cifar100": (["train", "test"], "fine_labels", "cifar-100", 100),
+}
+
+
+def write_cifar(root: Path, name: str, binary: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    files, labels_key, stem, classes = CASES[name]
+    folder = root / (stem + {"cifar10": ("-py", "-bin"), "cifar100": ("-python", "-binary")}[name][binary])
+    folder.mkdir()
+    batches = []
+    for file in files:
+        images = RNG.integers(0, 256, (4, 3072), dtype=np.uint8)
+        labels = RNG.integers(0, classes, 4, dtype=np.uint8)
+        batches.append((images, labels))
+        if binary:
+            coarse = [np.full((4, 1), 7, np.uint8)] if name == "cifar100" else []
+            np.concatenate([*coarse, labels[:, None], images], axis=1).tofile(folder / f"{file}.bin")
+        else:
+            content = {"data": images, labels_key: labels.tolist(), "coarse_labels": [7] * 4}
+            made_today = pickle.dumps(content, protocol=2)
+            (folder / file).write_bytes(made_today.replace(b"cnumpy._core.", b"cnumpy.core."))  # NumPy's name of then
+    return batches
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["python", "binary"])
+@pytest.mark.parametrize("name", CASES)
+def test_cifar_is_read_in_both_formats(tmp_path: Path, name: str, binary: bool) -> None:
+    batches = write_cifar(tmp_path, name, binary)
+    data = IMAGES[name](tmp_path)
+    train = np.concatenate([images for images, _ in batches[:-1]]).reshape(-1, 3, 32, 32).astype(np.float64)
+    assert data.train_labels.tolist() == np.concatenate([labels for _, labels in batches[:-1]]).tolist()
+    assert data.test_labels.tolist() == batches[-1][1].tolist()
+    mean, std = train.mean((0, 2, 3), keepdims=True), train.std((0, 2, 3), ddof=1, keepdims=True)
+    np.testing.assert_allclose(data.train_images.numpy(), (train - mean) / std, rtol=1e-4, atol=1e-4)
+    assert data.classes == CASES[name][3]
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
+def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar100", binary=False)
+    (tmp_path / "cifar-100-python" / "train").write_bytes(pickle.dumps({"data": Harmful()}))
+    with pytest.raises(DataError, match=r"asks for .*system"):
+        IMAGES["cifar100"](tmp_path)
+
+
+def test_a_cut_binary_file_is_refused(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar100", binary=True)
+    path = tmp_path / "cifar-100-binary" / "train.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="multiple of 3074"):
+        IMAGES["cifar100"](tmp_path)
+
+
+def test_labels_out_of_range_are_refused(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar10", binary=True)
+    path = tmp_path / "cifar-10-batches-bin" / "data_batch_2.bin"
+    path.write_bytes(b"\x0b" + path.read_bytes()[1:])
+    with pytest.raises(DataError, match="labels from 0 to 9"):
+        IMAGES["cifar10"](tmp_path)
+
+
+# --- Texts
+
+
+def test_penn_treebank_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ptb").mkdir()
+    for part, text in (("train", " the cat \n a <unk> \n"), ("valid", " a dog \n"), ("test", " the dog \n")):
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text(text)
+    text = load_text("penn-treebank", tmp_path, CPU, 0)
+    # the, cat, end, a, unknown, end; then dog
+    assert text.train.tolist() == [0, 1, 2, 3, 4, 2]
+    assert text.test.tolist() == [0, 5, 2]
+    assert text.vocabulary == 6
+
+
+def test_empty_penn_treebank_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("")
+    with pytest.raises(DataError, match="0 words"):
+        TEXTS["penn-treebank"](tmp_path)
+
+
+def test_pythons_documentation_is_a_text() -> None:
+    text = load_text("python-documentation", None, CPU, 5000)
+    assert len(text.train) == 5000 < len(load_text("python-documentation", None, CPU, 0).train)
+    assert text.vocabulary == 1000
+    assert len(text.test) > 2000
+    assert (text.test == 0).double().mean() < 0.2
+
+
+# --- What is missing
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("cifar10", "data_batch_1"), ("cifar100", "train"), ("fashion-mnist", "train-images")]
+)
+def test_missing_images_are_named(tmp_path: Path, name: str, file: str) -> None:
+    for root in (None, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(DataError, match="--data") as caught:
+            IMAGES[name](root)
+        assert file in str(caught.value)
+
+
+def test_missing_texts_are_named(tmp_path: Path) -> None:
+    for root in (None, tmp_path):
+        with pytest.raises(DataError, match=r"ptb\.train\.txt"):
+            TEXTS["penn-treebank"](root)
+
+
+def test_missing_imagenet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="ImageNet"):
+        load_images("imagenet", tmp_path, CPU, 0)
+    for name in ("train", "val"):
+        (tmp_path / "imagenet" / name).mkdir(parents=True)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(DataError, match="Install the torchvision"):
+        load_images("imagenet", tmp_path, CPU, 0)
+
+
+# --- Batches
+
+
+def numbered(count: int) -> Tensors:
+    images = torch.arange(count).view(-1, 1, 1, 1).expand(-1, 1, 6, 6).float()
+    return Tensors(images, torch.arange(count), images, torch.arange(count), classes=count)
+
+
+def test_an_epoch_has_each_image_once_in_an_order_that_the_seed_decides() -> None:
+    data = numbered(10)
+    seen = [labels.tolist() for _, labels in data.train_batches(3, torch.Generator().manual_seed(5), augment=False)]
+    again = [labels.tolist() for _, labels in data.train_batches(3, torch.Generator().manual_seed(5), augment=False)]
+    other = [labels.tolist() for _, labels in data.train_batches(3, torch.Generator().manual_seed(6), augment=False)]
+    assert seen == again != other
+    assert len(seen) == data.train_steps(3) == 3
+    assert len({label for batch in seen for label in batch}) == 9
+    assert all(torch.equal(images[:, 0, 0, 0].long(), labels) for images, labels in data.test_batches(4))
+
+
+def test_augmented_images_are_shifted_and_mirrored_copies() -> None:
+    image = torch.arange(1.0, 65).view(1, 1, 8, 8)
+    results = flipped_and_cropped(image.expand(400, 1, 8, 8), torch.Generator().manual_seed(0))
+    possible = {
+        tuple(padded[:, :, top : top + 8, left : left + 8].flatten().tolist())
+        for source in (image, image.flip(3))
+        for padded in [torch.nn.functional.pad(source, [4] * 4)]
+        for top in range(9)
+        for left in range(9)
+    }
+    seen = {tuple(result.flatten().tolist()) for result in results}
+    assert seen <= possible
+    assert len(seen) > 140  # of 162

@@ -1,0 +1,193 @@
+"""Checkpoints in mixed precision: resumed bit for bit, moved between precisions, and from other libraries."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from tests.runs import fused, random_grads, random_params, run, steps_for
+
+SHAPES = [(700,), (31, 17), ()]
+GROUPS = [{"params": [0, 1, 2], "lr": 1e-2, "weight_decay": 2e-3}]
+
+COMBINATIONS: list[Any] = [
+    (torch.bfloat16, {"master_weights": True}),
+    (torch.float16, {"master_weights": True, "amsgrad": True}),
+    (torch.bfloat16, {"master_weights": True, "state_dtype": torch.bfloat16}),
+    (torch.bfloat16, {"stochastic_rounding": True, "seed": 5}),
+    (torch.bfloat16, {"stochastic_rounding": True, "exp_avg_sq_dtype": torch.bfloat16, "amsgrad": True}),
+    (torch.float32, {"state_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+    (torch.float32, {"state_dtype": torch.float16, "schedule": "lagged"}),
+    (torch.bfloat16, {"master_weights": True, "max_grad_norm": 0.5, "skip_nonfinite": True}),
+    (torch.float32, {"decay": "decoupled"}),
+    (torch.float32, {"decay": "l2", "bias_correction": False}),
+]
+
+
+def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize(("dtype", "options"), COMBINATIONS, ids=str)
+def test_resumed_run_is_bit_identical(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    steps = steps_for(backend, 10)
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps, dtype)
+    whole = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = fused(whole, GROUPS, backend=backend, **options)
+    run(whole, grads, optimizer)
+
+    first = fused(params, GROUPS, backend=backend, **options)
+    run(params, grads[: steps // 2], first)
+    resumed = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    second = fused(resumed, GROUPS, backend=backend, **options)
+    second.load_state_dict(saved_and_loaded(first.state_dict()))
+    run(resumed, grads[steps // 2 :], second)
+
+    assert torch.equal(optimizer.exp_avg_sq_mean, second.exp_avg_sq_mean)
+    for param, other in zip(whole, resumed, strict=True):
+        assert torch.equal(param, other)
+        assert optimizer.state[param].keys() == second.state[other].keys()
+        for key, value in optimizer.state[param].items():
+            assert value.dtype == second.state[other][key].dtype
+            assert torch.equal(value, second.state[other][key]), key
+
+
+def trained(dtype: torch.dtype, **options: Any) -> tuple[list[torch.nn.Parameter], FusedAdamS]:
+    torch.manual_seed(1)
+    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, 5, dtype)
+    optimizer = fused(params, GROUPS, **options)
+    run(params, grads, optimizer)
+    return params, optimizer
+
+
+def test_masters_become_float32_parameters() -> None:
+    """A run with masters goes on in float32 without losing what only they knew."""
+    params, optimizer = trained(torch.bfloat16, master_weights=True)
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    fused(wide, GROUPS).load_state_dict(optimizer.state_dict())
+    for param, own in zip(params, wide, strict=True):
+        assert torch.equal(own, optimizer.state[param]["master_param"])
+
+
+def test_masters_of_another_model_are_not_taken_over() -> None:
+    params, optimizer = trained(torch.bfloat16, master_weights=True)
+    wide = [torch.nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in params]
+    peer = fused(wide, GROUPS)
+    peer.load_state_dict(optimizer.state_dict())
+    assert all(not param.any() for param in wide)
+    assert all("master_param" not in peer.state[param] for param in wide)
+
+
+def test_a_float32_run_goes_on_with_masters() -> None:
+    """They begin as the parameters that the model was given."""
+    params, optimizer = trained(torch.float32)
+    narrow = [torch.nn.Parameter(param.detach().bfloat16()) for param in params]
+    peer = fused(narrow, GROUPS, master_weights=True)
+    peer.load_state_dict(optimizer.state_dict())
+    group = peer.param_groups[0]
+    group["lr"] = 0.0
+    run(narrow, random_grads(SHAPES, 1, torch.bfloat16), peer)
+    for param in narrow:
+        assert torch.equal(peer.state[param]["master_param"], param.detach().float())
+
+
+def test_moments_take_the_dtype_that_was_asked_for() -> None:
+    params, optimizer = trained(torch.float32)
+    peer = fused(params, GROUPS, state_dtype=torch.bfloat16)
+    peer.load_state_dict(optimizer.state_dict())
+    for param in params:
+        assert torch.equal(peer.state[param]["exp_avg"], optimizer.state[param]["exp_avg"].bfloat16())
+        assert peer.state[param]["exp_avg_sq"].dtype == torch.float32
+    back = fused(params, GROUPS)
+    back.load_state_dict(peer.state_dict())
+    assert back.state[params[0]]["exp_avg"].dtype == torch.float32
+
+
+def foreign_state(step_in_group: bool, with_masters: bool) -> tuple[list[torch.nn.Parameter], dict[str, Any]]:
+    """As apex (step in the group, an int), TransformerEngine (masters too) and DeepSpeed (an int in the state) save."""
+    params = random_params(SHAPES, torch.bfloat16)
+    state = {}
+    for i, param in enumerate(params):
+        state[i] = {"exp_avg": torch.randn(param.shape), "exp_avg_sq": torch.rand(param.shape)}
+        if not step_in_group:
+            state[i]["step"] = 7
+        if with_masters:
+            state[i]["master_param"] = param.detach().float() + 1e-4
+    group = {"params": [0, 1, 2], "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    group |= {"bias_correction": True, "step": 7} if step_in_group else {}
+    return params, {"state": state, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("step_in_group", [True, False])
+def test_state_of_other_libraries_loads(step_in_group: bool, with_masters: bool) -> None:
+    params, saved = foreign_state(step_in_group, with_masters)
+    optimizer = fused(params, GROUPS, master_weights=True)
+    with pytest.warns(UserWarning, match="keeping weight_decay=0.002"):
+        optimizer.load_state_dict(saved)
+    assert "step" not in optimizer.param_groups[0]
+    assert "bias_correction" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+    run(params, random_grads(SHAPES, 1, torch.bfloat16), optimizer)
+    assert {float(optimizer.state[param]["step"]) for param in params} == {8.0}
+    assert all(optimizer.state[param]["master_param"].dtype == torch.float32 for param in params)
+
+
+def test_decoupled_takes_adamw_s_weight_decay() -> None:
+    """There it means the same, so that a comparison can go on from AdamW's checkpoint."""
+    params = random_params(SHAPES)
+    adamw = torch.optim.AdamW(params, weight_decay=0.3)
+    run(params, random_grads(SHAPES, 1), adamw)
+    optimizer = fused(params, GROUPS, decay="decoupled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
+def test_old_checkpoints_without_newer_keys_load() -> None:
+    params, optimizer = trained(torch.float32)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["maximize"], group["amsgrad"]
+    peer = fused(params, GROUPS)
+    peer.load_state_dict(state)
+    assert peer.param_groups[0]["maximize"] is False
+
+
+def test_stepping_within_backward_is_refused() -> None:
+    """Gradient release would give each parameter a schedule of its own."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamS([param])
+    param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"within a backward pass.*after backward"):
+        param.sum().backward()
+    assert torch.equal(param, torch.ones(3))
+
+
+def test_stepping_within_backward_with_a_known_sum() -> None:
+    """The documented way: what the step before knew."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [FusedAdamS([param]) for param in params]
+
+    def hook(optimizer: FusedAdamS) -> Any:
+        def step(param: torch.nn.Parameter) -> None:
+            optimizer.step(grad_sumsq=24.0, numel=6)
+            param.grad = None
+
+        return step
+
+    for param, optimizer in zip(params, optimizers, strict=True):
+        param.register_post_accumulate_grad_hook(hook(optimizer))
+    (2 * params[0] + 2 * params[1]).sum().backward()
+    for optimizer in optimizers:
+        assert float(optimizer.exp_avg_sq_mean) == pytest.approx(4.0)
