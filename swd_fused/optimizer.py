@@ -328,7 +328,8 @@ class FusedAdamS(InAdamWTerms):
             result = fused or take_step(buckets, number, loss_scale, before_update)
             self.exp_avg_sq_mean, self.grad_norm, skip = result
             if skip is not None and loss_scale.may_skip:
-                self.skipped_steps = self.skipped_steps.to(skip.device) + skip.to(torch.int64)
+                # In place: a CUDA graph adds to the same number in each replay.
+                self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
             if use_lagged and not collective.is_local:
                 self._lagged_sums.leave(buckets, collective, loss_scale)
         finally:

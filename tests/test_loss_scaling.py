@@ -137,6 +137,16 @@ def test_several_buckets_skip_together(backend: str) -> None:
     assert int(optimizer.skipped_steps) == 1
 
 
+def test_skipped_steps_are_counted_in_one_place(backend: str) -> None:
+    """A CUDA graph goes on adding to the tensor that it was captured with."""
+    params = random_params([(5,)])
+    optimizer = fused(params, [{"params": [0]}], skip_nonfinite=True, backend=backend)
+    run(params, [[torch.ones(5)]], optimizer)
+    count = optimizer.skipped_steps
+    run(params, [[torch.full((5,), torch.nan)]] * 2, optimizer)
+    assert int(count) == 2
+
+
 def test_skipped_steps_survive_a_copy() -> None:
     params = random_params([(5,)])
     optimizer = fused(params, [{"params": [0]}], skip_nonfinite=True)
