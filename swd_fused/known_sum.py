@@ -118,6 +118,7 @@ class WholeModelSum:
         known: Known,
         params: Sequence[Tensor],
         beta2: float,
+        bias_correction: bool,
         max_grad_norm: float | None,
         loss_scale: LossScale,
         collective: Collective,
@@ -127,7 +128,7 @@ class WholeModelSum:
         ids = set(map(id, params))
         if self._number is None or not self._stepped.isdisjoint(ids):
             self._stepped = set()
-            self._number = self._next(known, beta2, max_grad_norm, loss_scale, collective, loaded)
+            self._number = self._next(known, beta2, bias_correction, max_grad_norm, loss_scale, collective, loaded)
         self._stepped |= ids
         return self._number
 
@@ -135,6 +136,7 @@ class WholeModelSum:
         self,
         known: Known,
         beta2: float,
+        bias_correction: bool,
         max_grad_norm: float | None,
         loss_scale: LossScale,
         collective: Collective,
@@ -149,7 +151,7 @@ class WholeModelSum:
         next_sum = beta2 * self._sum + (1 - beta2) * grad_sum
         self._sum = next_sum if skip is None else torch.where(skip != 0, self._sum, next_sum)
         self._steps = self._steps + taken
-        mean = self._sum / (1 - beta2**self._steps) / known.numel
+        mean = self._sum / (1 - bias_correction * beta2**self._steps) / known.numel
         return Number(mean, grad_norm, grad_factor, skip)
 
 

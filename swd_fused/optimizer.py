@@ -351,10 +351,10 @@ class FusedAdamS(InAdamWTerms):
             return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
         for bucket in buckets:
             bucket.need_no_sums()
-        beta2 = self.param_groups[0]["betas"][1]
+        beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
         loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
         return self._whole_model_sum.number(
-            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, loaded
+            known, active.params, beta2, bias_correction, self.max_grad_norm, loss_scale, collective, loaded
         )
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from swd_fused import FusedAdamS
+from tests.definition import AdamS, wide
 from tests.ranks import once_on_ranks
 from tests.runs import defined, error, random_grads, random_params, steps_for
 from tests.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
@@ -51,6 +52,20 @@ def test_a_known_sum_gives_the_same_step(backend: str, max_grad_norm: float | No
     assert error(params, reference.params) < 1e-14
     torch.testing.assert_close(float(optimizer.exp_avg_sq_mean), float(reference.exp_avg_sq_mean), rtol=1e-12, atol=0)
     torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("numel", [None, NUMEL])
+def test_a_known_sum_without_bias_correction(backend: str, numel: int | None) -> None:
+    class Uncorrected(AdamS):
+        def bias_correction(self, beta: float, i: int) -> np.ndarray:
+            return wide(1.0)
+
+    params, grads, optimizer = prepared(backend, bias_correction=False)
+    reference = defined(params, grads, GROUPS, Uncorrected, lr=0.01)
+    for step_grads in grads:
+        set_grads(params, step_grads)
+        optimizer.step(grad_sumsq=sumsq(step_grads), numel=numel)
+    assert error(params, reference.params) < 1e-14
 
 
 def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
