@@ -112,6 +112,7 @@ class WholeModelSum:
         self._steps: Tensor | None = None
         self._stepped: set[int] = set()
         self._number: Number | None = None
+        self.goes_on = False  # whether the last call belongs to the same step as the one before
 
     def number(
         self,
@@ -126,7 +127,8 @@ class WholeModelSum:
     ) -> Number:
         """`loaded()` adds up the state as it is, on all ranks: the sum of v, and steps taken."""
         ids = set(map(id, params))
-        if self._number is None or not self._stepped.isdisjoint(ids):
+        self.goes_on = self._number is not None and self._stepped.isdisjoint(ids)
+        if self._number is None or not self.goes_on:
             self._stepped = set()
             self._number = self._next(known, beta2, bias_correction, max_grad_norm, loss_scale, collective, loaded)
         self._stepped |= ids

@@ -327,7 +327,7 @@ class FusedAdamS(InAdamWTerms):
             fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, loss_scale) if alone else None
             result = fused or take_step(buckets, number, loss_scale, before_update)
             self.exp_avg_sq_mean, self.grad_norm, skip = result
-            if skip is not None and loss_scale.may_skip:
+            if skip is not None and loss_scale.may_skip and not self._whole_model_sum.goes_on:
                 # In place: a CUDA graph adds to the same number in each replay.
                 self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
             if use_lagged and not collective.is_local:

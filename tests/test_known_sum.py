@@ -99,6 +99,16 @@ def test_parts_of_a_step_share_a_known_sum(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
 
 
+def test_a_step_that_is_skipped_by_parts_counts_once(backend: str) -> None:
+    params, grads, optimizer = prepared(backend, skip_nonfinite=True)
+    for known in (torch.nan, 1.0, torch.inf, torch.inf):
+        for param, grad in zip(params, grads[0], strict=True):
+            param.grad = grad.clone()
+            optimizer.step(grad_sumsq=known, numel=NUMEL)
+            param.grad = None
+    assert int(optimizer.skipped_steps) == 3
+
+
 def test_a_provider_is_asked_in_each_step(backend: str) -> None:
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
