@@ -279,7 +279,7 @@ class FusedAdamS(InAdamWTerms):
 
     def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
         active = active_params(self.param_groups, grads, self.state)
-        if known is None:
+        if known is None or known.numel is None:
             self._whole_model_sum = WholeModelSum()
         if active.params or not collective.is_local:
             self._take_step(active, collective, known)
@@ -349,8 +349,9 @@ class FusedAdamS(InAdamWTerms):
     ) -> Number:
         if known.numel is None:
             return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
-        for bucket in buckets:
-            bucket.need_no_sums()
+        if not loss_scale.may_skip:  # a step that is skipped would leave none
+            for bucket in buckets:
+                bucket.need_no_sums()
         beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
         loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
         return self._whole_model_sum.number(
