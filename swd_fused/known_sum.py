@@ -15,6 +15,7 @@ from swd_fused.loss_scale import LossScale
 from swd_fused.schedule import bias_corrections, scalar_dtype
 from swd_fused.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.step import Number, clipped, skipped
+from swd_fused.upload import moved
 
 
 class Known(NamedTuple):
@@ -36,7 +37,7 @@ def checked(
             grad_sumsq = full_tensor(grad_sumsq)
         if grad_sumsq.numel() != 1:
             raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
-        value = grad_sumsq.detach().reshape(()).to(device, scalar_dtype(device), non_blocking=True)
+        value = moved(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
     elif isinstance(grad_sumsq, Real) and not grad_sumsq < 0:
         value = torch.full((), float(grad_sumsq), dtype=scalar_dtype(device), device=device)
     else:

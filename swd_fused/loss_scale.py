@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.schedule import scalar_dtype
+from swd_fused.upload import moved
 
 
 class LossScale(NamedTuple):
@@ -42,4 +43,4 @@ class LossScale(NamedTuple):
 
 
 def _at(value: Tensor, device: torch.device) -> Tensor:
-    return value.detach().reshape(()).to(device, scalar_dtype(device), non_blocking=True)
+    return moved(value.detach().reshape(()), device, scalar_dtype(device))

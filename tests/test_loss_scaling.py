@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
+from swd_fused.upload import moved
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
 
@@ -164,3 +165,19 @@ def test_groups_differ_and_infinities_are_found_in_any(backend: str) -> None:
         before = everything(optimizer, params)
         run(params, [poisoned], optimizer)
         assert all(map(torch.equal, before, everything(optimizer, params)))
+
+
+def test_what_goes_to_the_cpu_is_waited_for() -> None:
+    """A copy from a GPU that is not would be read too early: parameters on the CPU, GradScaler's numbers on the GPU."""
+    waits = {}
+
+    class Elsewhere(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.to:
+                waits[args[1].type] = not (kwargs or {}).get("non_blocking", False)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    for device in ("cpu", "meta"):
+        moved(torch.ones(()).as_subclass(Elsewhere), torch.device(device), torch.float64)
+    assert waits == {"cpu": True, "meta": False}
