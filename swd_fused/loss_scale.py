@@ -22,6 +22,11 @@ class LossScale(NamedTuple):
     def may_skip(self) -> bool:
         return self.found_inf is not None or self.skip_nonfinite
 
+    def on(self, device: torch.device) -> LossScale:
+        """As kernels read it: GradScaler's device need not be that of the parameters."""
+        scale, found = (None if value is None else moved(value.detach(), device, torch.float32) for value in self[:2])
+        return LossScale(scale, found, self.skip_nonfinite)
+
     def unscale(self, device: torch.device) -> Tensor | None:
         """What gradients are to be multiplied by."""
         return None if self.grad_scale is None else _at(self.grad_scale, device).reciprocal()

@@ -324,7 +324,10 @@ class FusedAdamS(InAdamWTerms):
         try:
             for bucket in buckets:
                 bucket.begin_step(active.grads, self.param_groups)
-            fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, loss_scale) if alone else None
+            fused = None
+            if alone:
+                scale = loss_scale.on(buckets[0].device)
+                fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, scale)
             result = fused or take_step(buckets, number, loss_scale, before_update)
             self.exp_avg_sq_mean, self.grad_norm, skip = result
             if skip is not None and loss_scale.may_skip and not self._whole_model_sum.goes_on:

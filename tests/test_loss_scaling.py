@@ -167,6 +167,18 @@ def test_groups_differ_and_infinities_are_found_in_any(backend: str) -> None:
         assert all(map(torch.equal, before, everything(optimizer, params)))
 
 
+def test_scales_need_not_be_as_the_kernels_read_them(backend: str) -> None:
+    """Another dtype stands for another device, which is converted in the same place."""
+    params, grads = random_params([(5,)]), random_grads([(5,)], 2)
+    peers = copy.deepcopy(params)
+    run(peers, grads, fused(peers, [{"params": [0]}], backend=backend))
+    optimizer = fused(params, [{"params": [0]}], backend=backend)
+    optimizer.grad_scale = torch.tensor(4.0, dtype=torch.float64)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros(1, dtype=torch.float64)  # type: ignore[attr-defined]
+    run(params, [[4 * grad for grad in step_grads] for step_grads in grads], optimizer)
+    assert torch.equal(params[0], peers[0])
+
+
 def test_what_goes_to_the_cpu_is_waited_for() -> None:
     """A copy from a GPU that is not would be read too early: parameters on the CPU, GradScaler's numbers on the GPU."""
     waits = {}
