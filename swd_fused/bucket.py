@@ -122,10 +122,10 @@ class Bucket:
         if self._has_views:
             pairs = zip(self._whole_params, grads, strict=True)
             grads = [_as_real(local_grad(param, grad)) for param, grad in pairs]
-        self.grads = grads
-        self.grad_sum = None
         if self.masters and self._param_versions != _versions(self.params):
             self._follow_params()
+        self.grads = grads
+        self.grad_sum = None
         self.set_hyper(param_groups)
 
     def check(self) -> None:
@@ -136,13 +136,14 @@ class Bucket:
 
     def end_step(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
-        self.grads = []
-        if self.masters:
+        began, self.grads = bool(self.grads), []
+        if self.masters and began:
             self._param_versions = _versions(self.params)
 
     def _follow_params(self) -> None:
         """Someone has written to parameters, loading a model for instance: where a master no longer rounds to its
         parameter it takes the parameter's value."""
+        check_state(self.params, [self.masters])
         for param, master in zip(self.params, self.masters, strict=True):
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
 

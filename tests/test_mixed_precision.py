@@ -76,6 +76,28 @@ def test_masters_follow_a_model_that_was_loaded(backend: str) -> None:
     assert not torch.equal(before[20:], before[20:].bfloat16().float())
 
 
+def test_masters_follow_after_a_step_that_was_refused(backend: str) -> None:
+    """Each in a bucket of its own; the first no longer has its master's shape."""
+    params = random_params([(5,), (5,)], torch.bfloat16)
+    groups = [{"params": [0], "amsgrad": True}, {"params": [1]}]
+    optimizer = fused(params, groups, master_weights=True, lr=0.0, backend=backend)
+    run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    value = params[0].data
+    with torch.no_grad():
+        params[0].data = torch.zeros(1, dtype=torch.bfloat16)
+        params[0].fill_(3.0)
+        params[1].fill_(7.0)
+    before = optimizer.state[params[0]]["master_param"].clone()
+    params[0].grad = None
+    with pytest.raises(RuntimeError, match=r"state of shape \(5,\).* now has shape \(1,\)"):
+        run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    assert torch.equal(optimizer.state[params[0]]["master_param"], before)
+    params[0].grad = None
+    params[0].data = value
+    run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    assert torch.equal(optimizer.state[params[1]]["master_param"], torch.full((5,), 7.0))
+
+
 def test_stochastic_rounding_is_unbiased(backend: str) -> None:
     """Each rounding is up or down; their mean over many elements is the value within four standard errors."""
     numel = 20_000
