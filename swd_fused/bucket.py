@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ class Bucket:
         self.sharding = sharding
         self.positions = positions
         self._whole_params = [active.params[i] for i in positions]
+        self._dtypes = _dtypes(self._whole_params)
         self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
         self._picks = self._has_views or len(positions) < len(active.params)
         self._states = [active.states[i] for i in positions]
@@ -96,10 +97,12 @@ class Bucket:
             self._sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
 
     def is_current(self) -> bool:
-        """Whether the state still holds these very tensors and nobody else has written to the second moments."""
+        """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
+        that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
         try:
             return (
-                self._holds(self._step_views, "step")
+                self._dtypes == _dtypes(self._whole_params)
+                and self._holds(self._step_views, "step")
                 and all(self._holds(tensors, key) for key, tensors in self._whole_moments.items())
                 and (not self._has_views or self._views_are_current())
                 and self._versions == _versions(self.averaged)
@@ -192,6 +195,10 @@ class Arrangement:
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(map(attrgetter("dtype"), tensors))
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

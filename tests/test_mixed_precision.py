@@ -59,6 +59,19 @@ def test_only_16_bit_parameters_get_masters(backend: str) -> None:
     assert ["master_param" in optimizer.state[param] for param in params] == [True, False]
 
 
+def test_a_model_that_is_converted_between_steps_gets_the_state_it_needs(backend: str) -> None:
+    params = [*random_params([(5,)]), *random_params([(5,)], torch.bfloat16)]
+    optimizer = fused(params, [{"params": [0, 1]}], master_weights=True, backend=backend)
+    for dtype, has_master in ((torch.float32, False), (torch.float16, True), (torch.float64, False)):
+        params[0].grad = None
+        params[0].data = params[0].data.to(dtype)
+        run(params, [[torch.ones_like(param) for param in params]], optimizer)
+        wanted = torch.float64 if dtype == torch.float64 else torch.float32
+        assert optimizer.state[params[0]]["exp_avg_sq"].dtype == wanted
+        assert ("master_param" in optimizer.state[params[0]]) == has_master
+    assert float(optimizer.state[params[0]]["step"]) == 3
+
+
 def test_masters_follow_a_model_that_was_loaded(backend: str) -> None:
     """Where parameters were changed; elsewhere they keep their precision."""
     params, grads = random_params([(40,)], torch.bfloat16), random_grads([(40,)], 4, torch.bfloat16)
