@@ -162,6 +162,19 @@ def test_stochastic_rounding_is_reproducible(backend: str) -> None:
     assert all(map(torch.equal, once, rounded_run(backend, 1, steps, resume_at=steps // 2)))
 
 
+def test_stochastic_rounding_with_moments_of_a_float64_run(backend: str) -> None:
+    """Which are kept as they are, so that the update is computed in float64."""
+    before = [torch.nn.Parameter(torch.ones(1000, dtype=torch.float64))]
+    saved = fused(before, ONE, backend=backend)
+    run(before, [[torch.ones(1000, dtype=torch.float64)]], saved)
+    params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
+    optimizer = fused(params, ONE, stochastic_rounding=True, backend=backend)
+    optimizer.load_state_dict(saved.state_dict())
+    optimizer.param_groups[0].update(lr=1e-3, weight_decay=0.0)
+    run(params, [[torch.ones(1000, dtype=torch.bfloat16)]], optimizer)
+    assert float((1 - params[0].detach().double()).mean()) == pytest.approx(1e-3, rel=0.2)
+
+
 def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:
     param = torch.nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0], dtype=torch.bfloat16))
     run(
