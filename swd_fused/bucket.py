@@ -110,6 +110,10 @@ class Bucket:
         except KeyError:
             return False
 
+    def is_known_to_be_new(self) -> bool:
+        """Whether all steps so far were skipped. A GPU would have to be waited for."""
+        return self.device.type == "cpu" and not self.steps.any()
+
     def _holds(self, tensors: list[Tensor], key: str) -> bool:
         return all(map(is_, tensors, map(itemgetter(key), self._states)))
 

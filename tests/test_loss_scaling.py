@@ -126,6 +126,20 @@ def test_a_first_step_may_be_skipped(backend: str) -> None:
     assert not torch.equal(params[0], start)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU is not waited for")
+def test_the_first_step_that_is_taken_is_exact(backend: str) -> None:
+    """GradScaler skips the first few until its scale fits. A lagged mean of nothing would mean no decay."""
+    params, grads = random_params([(5,)]), random_grads([(5,)], 3)
+    peers = copy.deepcopy(params)
+    run(peers, grads, fused(peers, [{"params": [0]}], schedule="lagged", backend=backend))
+    optimizer = fused(params, [{"params": [0]}], schedule="lagged", backend=backend)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    run(params, [[torch.full((5,), torch.inf)]] * 2, optimizer)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    run(params, grads, optimizer)
+    assert torch.equal(params[0], peers[0])
+
+
 def test_several_buckets_skip_together(backend: str) -> None:
     """The infinity is in one of them only."""
     params = [*random_params([(20,)]), *random_params([(20,)])]
