@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -73,12 +74,14 @@ def without_launches() -> Iterator[None]:
 
 
 def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
-    """The same gradients at other addresses, by turns: a step has to notice."""
-    grads = [[param.grad for param in params], [param.grad.clone() for param in params if param.grad is not None]]
+    """The same gradients at other addresses. A contender's next turn comes before they are back at any."""
+    places = [
+        [torch.clone(param.grad) for param in params if param.grad is not None] for _ in range(2 * len(CONTENDERS))
+    ]
+    rounds = cycle(places)
 
     def move() -> None:
-        grads.reverse()
-        for param, grad in zip(params, grads[0], strict=True):
+        for param, grad in zip(params, next(rounds), strict=True):
             param.grad = grad
 
     return move
