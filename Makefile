@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench frameworks paper clean
+.PHONY: demo test test-gpu lint bench frameworks paper clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -11,6 +11,10 @@ demo: $(VENV)/.with-demo
 test: lint
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu_code
+
+# On a machine with a CUDA or ROCm GPU, and a torch for it.
+test-gpu: $(VENV)/.with-demo,bench,test
+	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
 lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .

@@ -47,8 +47,8 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
     first = rows[0]
     figure.supxlabel(
         "Medians of differences within a round, whiskers: quartiles; with clipping to AdamW fused + clip_grad_norm_. "
-        f"FSDP2, gloo on loopback, one thread a rank, {first['cores']} cores, {first['cpu']}.\n"
-        f"Load average {float(first['load_average']):.1f}: the machine was shared. torch {first['torch']}, "
+        f"FSDP2, gloo on loopback, one thread a rank, {first['cpu']}.\n"
+        f"Load average {float(first['load_average']):.1f} on {first['cores']} cores. torch {first['torch']}, "
         f"swd_fused {first['swd_fused']}, Python {first['python']}, {first['date'][:10]}, {first['repeats']} repeats.",
         fontsize=7.5,
         color="#444444",

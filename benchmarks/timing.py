@@ -37,23 +37,26 @@ def interleaved_order(items: Sequence[T], repetition: int) -> list[T]:
 
 
 def interleaved_times(
-    steps: Sequence[Callable[[], object]], repeats: int, on_round: Callable[[], object]
+    steps: Sequence[Callable[[], object]],
+    repeats: int,
+    on_round: Callable[[], object],
+    clock: Callable[[], float] = perf_counter,
 ) -> list[list[float]]:
     """Seconds that each step took, in each of `repeats` rounds after the warm-up."""
     times: list[list[float]] = [[] for _ in steps]
     for repetition in range(-WARM_UP_ROUNDS, repeats):
         for index in interleaved_order(range(len(steps)), repetition):
-            seconds = timed(steps[index])
+            seconds = timed(steps[index], clock)
             if repetition >= 0:
                 times[index].append(seconds)
         on_round()
     return times
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = perf_counter()
+def timed(run: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:
+    start = clock()
     run()
-    return perf_counter() - start
+    return clock() - start
 
 
 def milliseconds(seconds: float) -> str:

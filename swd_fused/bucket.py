@@ -13,6 +13,7 @@ from swd_fused.arguments import check_grads, check_state
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
 from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.upload import upload
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -55,12 +56,12 @@ class Bucket:
         self.masters = self._moments("master_param") if has_masters else []
         self.device = self.params[0].device
         self.group_indices = [active.group_indices[i] for i in positions]
-        self.groups = torch.tensor(self.group_indices, device="cpu").to(self.device, non_blocking=True)
+        self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
         self.numbers = [active.numbers[i] for i in positions]
-        self.tensor_ids = torch.tensor(self.numbers, device="cpu").to(self.device, non_blocking=True)
+        self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
-        self.numels = torch.tensor(numels, device="cpu").to(self.device, non_blocking=True)
+        self.numels = upload(torch.tensor(numels, device="cpu"), self.device)
         self.count = self.numels.sum(dtype=scalar_dtype(self.device))
         self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
         self._step_views = list(self.steps.unbind())

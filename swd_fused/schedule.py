@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.upload import upload
+
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
@@ -36,7 +38,7 @@ class Hyper:
 
     def __init__(self, rows: list[HyperRow], device: torch.device) -> None:
         self.numbers = rows
-        self.table = torch.tensor(rows, dtype=scalar_dtype(device), device="cpu").to(device, non_blocking=True)
+        self.table = upload(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
 
     def column(self, name: str) -> Tensor:
         return self.table[:, HyperRow._fields.index(name)]

@@ -25,6 +25,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE != "cpu" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"SWD_FUSED_TEST_DEVICE={DEVICE}, but torch {torch.__version__} finds no GPU.")
     config.addinivalue_line(
         "markers",
         "backends(without=(), interpreted=True, split=False): which backends the fixture of that name goes through. "

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
+from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
 
 VARIANTS: list[Any] = [
@@ -48,7 +49,7 @@ def test_scaled_run_equals_unscaled(
     params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps_for(backend, 6), dtype)
     peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
     optimizer, peer = fused(params, backend=backend, **options), fused(peers, backend=backend, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for step_grads in grads:
         set_grads(params, step_grads, 1024.0)
         scaled_step(scaler, optimizer, unscale_first)
@@ -72,7 +73,7 @@ def test_an_infinity_changes_nothing(
     params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, 4, dtype)
     peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
     optimizer, peer = fused(params, backend=backend, **options), fused(peers, backend=backend, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, backoff_factor=0.5)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=64.0, backoff_factor=0.5)
     scale = 64.0
     for t, step_grads in enumerate(grads):
         set_grads(params, step_grads, scale)

@@ -24,7 +24,7 @@ from benchmarks.paper.data import DataError
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import DRAWINGS
 from benchmarks.paper.figures.rows import over_seeds, read_rows
-from benchmarks.paper.presets import PAPER, PRESETS, QUICK, TABLE1, TINY
+from benchmarks.paper.presets import PAPER, PRESETS, QUICK, TABLE1, TINY, Preset
 from benchmarks.paper.run import Run
 from benchmarks.paper.runner import Place
 from benchmarks.paper.store import Store, conditions
@@ -151,10 +151,11 @@ def test_a_failing_run_in_another_process_is_reported(tmp_path: Path) -> None:
         runner.run_all([run], place, Console(quiet=True))
 
 
-def test_experiments_share_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", [QUICK, PAPER], ids=["quick", "paper"])
+def test_experiments_share_their_runs(preset: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carried_out: list[Run] = []
     monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
-    runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(QUICK)]
+    runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(preset)]
     runner.run_all(runs, Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
     trained = [run.training for run in carried_out]
     assert Counter(trained) == Counter({run.training: 1 for run in runs})

@@ -46,9 +46,9 @@ def stepped(model: nn.Module, scaler: Any) -> dict[str, Any]:
         if t == INFINITE and dist.get_rank() == 3:
             grad = model.up.weight.grad
             (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = torch.inf
-        before = optimizer.exp_avg_sq_mean
+        skipped = int(optimizer.skipped_steps)
         scaler.step(optimizer)
-        taken.append(optimizer.exp_avg_sq_mean is not before)
+        taken.append(int(optimizer.skipped_steps) == skipped)
         scaler.update()
         scales.append(scaler.get_scale())
     return {"taken": taken, "scales": scales, "mean": float(optimizer.exp_avg_sq_mean)}

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from swd_fused import FusedAdamS
+from tests.device import DEVICE
 from tests.runs import defined, error, is_interpreted, random_grads, random_params, run, steps_for
 
 
@@ -222,7 +223,7 @@ def test_amp_grad_scaler_with_unscaled_gradients(backend: str) -> None:
     twins = [copy.deepcopy(param) for param in params]
     grads = random_grads([(30,)], 3)
     run(twins, grads, FusedAdamS(twins, backend=backend))
-    optimizer, scaler = FusedAdamS(params, backend=backend), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, scaler = FusedAdamS(params, backend=backend), torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for step_grads in [grads[0], [torch.full((30,), float("inf"))], *grads[1:]]:
         scaler.scale(torch.ones(()))
         params[0].grad = step_grads[0] * scaler.get_scale()

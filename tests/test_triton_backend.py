@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.backends import triton_operands, triton_parts
+from swd_fused.backends import triton_operands
 from swd_fused.backends.triton_parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
+from swd_fused.upload import upload
 from tests.runs import random_grads, random_params, run
 from tests.triton_launches import launches
 
@@ -94,11 +95,11 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Tables of addresses, as they are uploaded."""
     seen: list[Tensor] = []
 
-    def upload(values: Tensor, device: torch.device) -> Tensor:
+    def noted(values: Tensor, device: torch.device) -> Tensor:
         seen.append(values)
-        return triton_parts.upload(values, device)
+        return upload(values, device)
 
-    monkeypatch.setattr(triton_operands, "upload", upload)
+    monkeypatch.setattr(triton_operands, "upload", noted)
     return seen
 
 

@@ -125,7 +125,7 @@ QUICK = Preset(
     schedule_decays=(5e-5, 5e-4, 5e-3),
     basin=Task("fashion-mnist", "small-resnet", 5, 32, (2, 4), limit=1500, evaluate_every=5),
     basin_lines=(),
-    basin_lrs=(3e-4, 1e-3, 3e-3),
+    basin_lrs=(1e-3, 3e-3, 1e-2),
     basin_decays=(5e-4, 5e-3, 5e-2),
     sharpness=replace(DIGITS, eigenvalues=10, hessian_images=512),
     sharpness_decays=(0.0, 5e-4, 5e-3),

@@ -13,6 +13,7 @@ from swd_fused.bucket import Bucket
 from swd_fused.loss_scale import LossScale
 from swd_fused.schedule import HyperRow, bias_corrections, scalar_dtype
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
+from swd_fused.upload import upload
 
 # Elements that are updated at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost more
 # than the whole update; smaller batches, that fit the cache better, lost more to the operators' own overhead (2^17: 1.4
@@ -195,7 +196,7 @@ class SumsByTensor:
         device = self._tensors[0].device
         total = torch.zeros(len(self._tensors), dtype=scalar_dtype(device), device=device)
         if self._values:
-            indices = torch.tensor(self._indices, device="cpu").to(device, non_blocking=True)
+            indices = upload(torch.tensor(self._indices, device="cpu"), device)
             total.index_add_(0, indices, torch.stack(self._values).to(total.dtype))
         return total
 

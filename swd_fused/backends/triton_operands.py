@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton_parts import ALIGNMENT, upload
+from swd_fused.backends.triton_parts import ALIGNMENT
 from swd_fused.bucket import Bucket
 from swd_fused.triton_kernels.tables import ALIGNED, GRAD_ADDRESS, GROUP, TENSOR_COLUMNS, TENSOR_ID
+from swd_fused.upload import upload
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
 

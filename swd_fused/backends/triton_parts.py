@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from swd_fused.backends.triton_launch import BLOCK, THREADS
 from swd_fused.triton_kernels.tables import SLOT_COLUMNS
+from swd_fused.upload import upload
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
 # segment, 37 KB, is 0.4% of what they update in one of this length.
@@ -98,17 +98,3 @@ class Part:
         self.sums = torch.zeros(max(1, self.n_segments), dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it. torch keeps pinned memory until the copy is done."""
-    if device.type == "cpu":
-        return values
-    pinned = values.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        CAPTURED_UPLOADS.append(pinned)
-    return pinned.to(device, non_blocking=True)
-
-
-# A CUDA graph copies from this memory in each replay, and nobody tells when a graph is gone.
-CAPTURED_UPLOADS: list[Tensor] = []

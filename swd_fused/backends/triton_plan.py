@@ -13,11 +13,12 @@ from torch import Tensor
 from swd_fused.backends import triton_launch
 from swd_fused.backends.triton_launch import PLAIN_REGISTERS, THREADS, Launcher, resident_programs
 from swd_fused.backends.triton_operands import Operands
-from swd_fused.backends.triton_parts import FLOAT32_VECTOR, Dtypes, Part, upload
+from swd_fused.backends.triton_parts import FLOAT32_VECTOR, Dtypes, Part
 from swd_fused.bucket import Bucket
 from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.triton_kernels import kernels
 from swd_fused.triton_kernels.tables import SLOT_COLUMNS
+from swd_fused.upload import upload
 
 # What exact_step_kernel is passed, for compiling it before any of that exists.
 EXACT_STEP_ARGUMENTS = (
