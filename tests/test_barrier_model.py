@@ -1,4 +1,4 @@
-"""The grid barrier: its memory order under ThreadSanitizer, its counter in every order of the programs."""
+"""How programs wait for one another: the memory order under ThreadSanitizer, the counter in every order of theirs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from .gpu_code.barrier_counter import failure, next_multiple
+from .gpu_code.barrier_counter import Protocol, failure
 
 MODEL = Path(__file__).parent / "gpu_code" / "barrier_model.cpp"
 WHOLE = {
     "ARRIVE_ORDER": "memory_order_release",
     "WAIT_ORDER": "memory_order_acquire",
+    "LAST_ORDER": "memory_order_acq_rel",
     "BARRIER_BEFORE": "1",
     "BARRIER_AFTER": "1",
 }
 LEFT_OUT = {
     "the release": {"ARRIVE_ORDER": "memory_order_relaxed"},
     "the acquire": {"WAIT_ORDER": "memory_order_relaxed"},
+    "the last one's acquire": {"LAST_ORDER": "memory_order_release"},
+    "the release to the last one": {"LAST_ORDER": "memory_order_acquire"},
     "the barrier before the arrival": {"BARRIER_BEFORE": "0"},
     "the barrier after the wait": {"BARRIER_AFTER": "0"},
 }
@@ -41,7 +44,7 @@ def run_model(tmp_path: Path, protocol: dict[str, str]) -> subprocess.CompletedP
 
 def test_the_whole_protocol_has_no_race_and_right_sums(tmp_path: Path) -> None:
     result = run_model(tmp_path, WHOLE)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "wrong sums: 0\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "wrong sums: 0, steps: 4, arrivals: 0\n", "")
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
@@ -51,24 +54,39 @@ def test_a_race_is_reported_without(what: str, tmp_path: Path) -> None:
     assert "ThreadSanitizer: data race" in result.stderr
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 4, 5])
-def test_the_counter_serves_launch_after_launch(programs: int) -> None:
-    assert failure(next_multiple(bits=64), [programs] * 4) is None
+@pytest.mark.parametrize("meetings", [1, 2, 3])
+@pytest.mark.parametrize("programs", [1, 2, 3, 4])
+def test_the_counter_serves_launch_after_launch(programs: int, meetings: int) -> None:
+    """Of the lagged step, the exact one and that of amsgrad."""
+    assert failure(Protocol(), [programs] * 3, meetings) is None
 
 
-def test_the_counter_must_not_go_round_unless_the_number_of_programs_divides_its_range() -> None:
-    """Why it has 64 bits: 32 of them are full after 5 million steps of 800 programs. Four bits show it at once."""
-    assert failure(next_multiple(bits=64), [3] * 8) is None
-    assert "launch 5 of 3 programs from 15" in failure(next_multiple(bits=4), [3] * 8)
-    assert "launch 5 of 3 programs from 15" in failure(next_multiple(bits=4, signed_difference=True), [3] * 8)
-    assert "launch 3 of 4 programs from 12" in failure(next_multiple(bits=4), [4] * 8)
-    assert failure(next_multiple(bits=4, signed_difference=True), [4] * 8) is None
+def test_another_number_of_programs_may_follow() -> None:
+    assert failure(Protocol(), [3, 4, 1, 2], meetings=2) is None
 
 
-def test_another_number_of_programs_needs_a_counter_of_its_own_or_a_fresh_one() -> None:
-    assert "launch 1 of 4 programs from 3" in failure(next_multiple(bits=64), [3, 4])
-    assert failure(next_multiple(bits=64), [4], start=0) is None
+@pytest.mark.parametrize("meetings", [2, 3])
+def test_a_target_that_does_not_count_the_meetings_before_opens_too_early(meetings: int) -> None:
+    protocol = Protocol(target=lambda meeting, programs: programs - 1)
+    assert "before all have arrived" in failure(protocol, [3], meetings)
+    if meetings == 3:
+        protocol = Protocol(target=lambda meeting, programs: programs)
+        assert "before all have arrived" in failure(protocol, [3], meetings)
 
 
-def test_a_launch_that_was_cut_short_leaves_a_counter_that_must_be_reset() -> None:
-    assert failure(next_multiple(bits=64), [4], start=2) is not None
+def test_a_last_one_that_forgets_the_meetings_before_is_not_the_last() -> None:
+    protocol = Protocol(finds_itself_last=lambda before, meeting, programs: before == programs)
+    assert "finishes the work before all" in failure(protocol, [3], meetings=2)
+
+
+def test_a_last_one_that_counts_wrong_leaves_the_work_undone() -> None:
+    protocol = Protocol(finds_itself_last=lambda before, meeting, programs: before == meeting * programs)
+    assert "0 programs finish the work" in failure(protocol, [3], meetings=2)
+
+
+def test_a_counter_that_is_not_set_back_fails_in_the_next_launch() -> None:
+    assert "launch 1 of 3 programs from 6" in failure(Protocol(resets=False), [3, 3], meetings=2)
+
+
+def test_a_launch_that_was_cut_short_leaves_a_counter_that_must_be_set_back() -> None:
+    assert failure(Protocol(), [4], meetings=2, start=2) is not None

@@ -11,17 +11,19 @@ import torch
 import triton
 from torch import Tensor
 
-# 512 elements for 128 threads are one 128-bit access for each thread and float32 operand. Twice as many took 96
-# registers and more. No autotuning: trial runs of an update would apply it again.
+from swd_fused.triton_kernels import memory
+
+# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. Twice
+# as many took 96 registers and more. No autotuning: trial runs of an update would apply it again.
+THREADS: int = memory.THREADS.value
 BLOCK = 512
-NUM_WARPS = 4
 
 # 1024 threads, each with 64 bytes of an update on their way, are 64 KB for a multiprocessor. An H100 needs 18 KB in
 # flight to reach its bandwidth (3.35 TB/s at some 700 ns), a B200 43 KB. More programs would only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# So many programs are resident with 64 registers for each thread. Left alone the compiler takes 66 to 72 in the plain
-# float32 step; told so it spills nothing. With amsgrad or in float64 it needs more, and gets it.
+# So many programs are resident with 64 registers for each thread, as the plain float32 step has them. Other variants
+# need more, and get it.
 PLAIN_REGISTERS = 64
 
 # In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
@@ -29,9 +31,6 @@ PLAIN_REGISTERS = 64
 INTERPRETED_PROGRAMS = 1
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-
-# Said aloud, since Triton means to change its default.
-OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 
 
 class Launcher:
@@ -75,11 +74,10 @@ class Launcher:
 def resident_programs(compiled: Any, device: torch.device) -> int:
     """How many programs of a compiled kernel a device holds at once, so that a cooperative launch cannot fail."""
     properties: Any = torch.cuda.get_device_properties(device)
-    threads = NUM_WARPS * properties.warp_size
-    registers = -(-compiled.n_regs // 8) * 8 * threads  # given out in units of 8 for each thread
+    registers = -(-compiled.n_regs // 8) * 8 * THREADS  # given out in units of 8 for each thread
     limits: tuple[int, ...] = (
         PROGRAMS_PER_MULTIPROCESSOR,
-        properties.max_threads_per_multi_processor // threads,
+        properties.max_threads_per_multi_processor // THREADS,
         properties.regs_per_multiprocessor // registers,
     )
     multiprocessors: int = properties.multi_processor_count

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from swd_fused.backends.triton_launch import BLOCK
+from swd_fused.backends.triton_launch import BLOCK, THREADS
 from swd_fused.triton_kernels.tables import SLOT_COLUMNS
 from swd_fused.upload import upload
 
@@ -20,6 +20,7 @@ MAX_SEGMENT = 512 * BLOCK
 SEGMENT_COST = 2 * BLOCK
 
 ALIGNMENT = 16
+FLOAT32_VECTOR = ALIGNMENT // torch.float32.itemsize
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -78,7 +79,7 @@ class Dtypes(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """By the kernels' names for them."""
         dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
-        block = BLOCK * torch.float32.itemsize // self.compute.itemsize  # in float64 a whole one would spill registers
+        block = THREADS * self.vector
         return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
 
 

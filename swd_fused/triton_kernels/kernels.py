@@ -44,7 +44,7 @@ def exact_step_kernel(
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the number, pass 2. The grid must be resident as a whole."""
-    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE, BLOCK)
+    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     grad_norm = unscale * tl.sqrt(total_of(slots, GRAD_SUM))
@@ -96,7 +96,7 @@ def lagged_step_kernel(
     tl.store(slot + GRAD_FACTOR, unscale)
     tl.debug_barrier()
     if skip:
-        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE, BLOCK)
+        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     else:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
@@ -117,9 +117,9 @@ def lagged_step_kernel(
 @triton.jit
 def gradient_sums_kernel(
     totals, slots, counter, sums, steps, tensors, segments, program_segments, hyper,
-    GRAD: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE, BLOCK)
+    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     if is_last(counter, 1):
         tl.store(totals + GRAD_SUM, total_of(slots, GRAD_SUM))
         tl.store(totals + CARRIED, total_of(slots, CARRIED))
@@ -154,7 +154,7 @@ def update_kernel(
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
         )  # fmt: skip
     elif SUM_GRADS:
-        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE, BLOCK)
+        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     if SUM_GRADS:
         if is_last(counter, 1):
             tl.store(totals + GRAD_SUM, total_of(slots, GRAD_SUM))

@@ -31,8 +31,7 @@ ROWS = tl.constexpr(128)
 
 @triton.jit
 def gradient_sums(
-    slots, sums, steps, tensors, segments, program_segments, hyper,
-    GRAD: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    slots, sums, steps, tensors, segments, program_segments, hyper, GRAD: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """Pass 1, into this program's slot: the sum of v^ after this step is carried + clip^2 fresh."""
     program = tl.program_id(0)
@@ -44,7 +43,7 @@ def gradient_sums(
         step = tl.load(steps + tensor) + 1
         beta2 = tl.load(hyper_row + BETA2)
         bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
-        squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE, BLOCK)
+        squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
         grad_sum += squares
         carried += beta2 * tl.load(sums + segment) / bias_correction2
         fresh += (1 - beta2) * squares / bias_correction2

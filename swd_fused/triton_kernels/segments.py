@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from swd_fused.triton_kernels.element import larger, update_element
-from swd_fused.triton_kernels.memory import elements, load_block, store_block
+from swd_fused.triton_kernels.memory import THREADS, elements, load_block, load_pairs, store_block
 from swd_fused.triton_kernels.rounding import rounding_key, stochastically_rounded
 from swd_fused.triton_kernels.schedule import bias_correction, decay_factor
 from swd_fused.triton_kernels.tables import (
@@ -39,16 +39,23 @@ def whole_blocks(tensor_row, count, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    VECTOR: tl.constexpr = 128 // GRAD.primitive_bitwidth
+def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
+    PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
-    whole = whole_blocks(tensor_row, count, PASS1_BLOCKS * BLOCK)
-    for begin in range(0, whole, PASS1_BLOCKS * BLOCK):
+    whole = whole_blocks(tensor_row, count, PASS1_BLOCKS * PACKED * BLOCK)
+    for begin in range(0, whole, PASS1_BLOCKS * PACKED * BLOCK):
         for block in tl.static_range(PASS1_BLOCKS):
-            x = load_block(grad, begin + block * BLOCK + lanes, count, COMPUTE, VECTOR)
-            total += x * x
+            if PACKED == 2:
+                words = grad.to(tl.pointer_type(tl.uint32))
+                x, y = load_pairs(words, begin // 2 + block * BLOCK + lanes, GRAD, COMPUTE)
+                total += x * x
+                total += y * y
+            else:
+                x = load_block(grad, begin + block * BLOCK + lanes, count, COMPUTE, BLOCK // THREADS)
+                total += x * x
     for begin in range(whole, count, BLOCK):
         x = load_block(grad, begin + lanes, count, COMPUTE, 0)
         total += x * x

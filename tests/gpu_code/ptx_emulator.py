@@ -39,7 +39,7 @@ from .ptx_races import RaceError, Races
 from .ptx_scheduler import Scheduler, Step
 from .ptx_state import WARP, Execute, Operands, State
 from .ptx_types import TYPES, Array
-from .ptx_warp import compile_shuffle, compile_warp_reduction
+from .ptx_warp import compile_matrix_access, compile_shuffle, compile_warp_reduction
 
 __all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics"]
 
@@ -65,6 +65,7 @@ COMPILERS: dict[str, Compiler] = {
     "cvt": compile_convert,
     "shfl": compile_shuffle,
     "redux": compile_warp_reduction,
+    **dict.fromkeys(("ldmatrix", "stmatrix"), compile_matrix_access),
     "createpolicy": compile_policy,
 }
 

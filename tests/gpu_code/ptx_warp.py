@@ -1,11 +1,13 @@
-"""Instructions in which the lanes of a warp see each other's registers."""
+"""Instructions in which the lanes of a warp see each other's registers, or each other's addresses."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from .ptx_access import check
 from .ptx_compute import BINARY
-from .ptx_parser import Instruction
+from .ptx_memory import READABLE, WRITABLE
+from .ptx_parser import Instruction, elements
 from .ptx_state import WARP, Execute, Lanes, Operands, State
 from .ptx_types import TYPES, Array, type_of
 
@@ -69,5 +71,47 @@ def compile_warp_reduction(instruction: Instruction, operands: Operands) -> Exec
                 raise RuntimeError(f"other lanes take part than the mask says: {instruction.text}")
             result[own] = reduce.reduce(values[own])
         write(state, lanes, result)
+
+    return execute
+
+
+ROWS = 8  # of a matrix, of 16 bytes each
+
+
+def compile_matrix_access(instruction: Instruction, operands: Operands) -> Execute:
+    """ldmatrix, stmatrix: matrices of 8 rows of 8 16-bit numbers in shared memory.
+
+    Lanes 0 to 7 have the addresses of the first one's rows, the next 8 those of the second one's. Lane i has numbers
+    2 (i mod 4) and the next one of row i / 4, or of that column.
+    """
+    if not {"m8n8", "b16"} <= set(instruction.parts) or not {"shared", "shared::cta"} & set(instruction.parts):
+        raise NotImplementedError(instruction.text)
+    transposed = "trans" in instruction.parts
+    loads = instruction.base == "ldmatrix"
+    word = TYPES["b32"]
+    where, registers = instruction.operands[::-1] if loads else instruction.operands
+    address = operands.address(where)
+    accesses = [(operands.write if loads else operands.read)(register, word) for register in elements(registers)]
+    own = np.arange(WARP)
+
+    def execute(state: State, lanes: Lanes) -> None:
+        at = address(state, lanes)
+        lane = state.lane[lanes]
+        if lane.size % WARP or (lane.reshape(-1, WARP) % WARP != own).any():
+            raise RuntimeError(f"a whole warp must take part: {instruction.text}")
+        check(state, lanes, at, 2 * ROWS, READABLE if loads else WRITABLE, "shared", instruction)
+        at = (at + state.shared_base[lanes]).reshape(-1, WARP)
+        for matrix, access in enumerate(accesses):
+            words = np.zeros(lane.size, np.uint32) if loads else word.bits(access(state, lanes))
+            for half in (0, 1):
+                pair, single = 2 * (own % 4) + half, own // 4
+                row, column = (pair, single) if transposed else (single, pair)
+                here = (at[:, ROWS * matrix + row] + 2 * column).ravel()
+                if loads:
+                    words |= state.shared.load(here, 16, 0).astype(np.uint32) << np.uint32(16 * half)
+                else:
+                    state.shared.store(here, 16, 0, (words >> np.uint32(16 * half)).astype(np.uint16))
+            if loads:
+                access(state, lanes, word.values(words))
 
     return execute

@@ -1,0 +1,171 @@
+"""Steps of the compiled kernels in the emulator: tensors, tables and launches as the backend has them on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swd_fused.backends.triton_parts import ALIGNMENT, segments_of
+from swd_fused.schedule import hyper_rows
+from swd_fused.stochastic_rounding import rounding_start
+from swd_fused.triton_kernels import kernels, tables
+
+from .offline_compiler import CONFIGURATIONS, submit
+from .ptx_emulator import Kernel, Memory, Statistics
+from .ptx_types import Array
+
+DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 5e-4, "max_decay": 0.1, "maximize": False}
+
+Change = Callable[[str], str]
+
+
+class EmulatedStep:
+    """A model whose parameters, gradients and moments are in the emulator's memory.
+
+    `offset` is by how many elements every tensor is away from an aligned address. `change` edits the PTX.
+    """
+
+    def __init__(
+        self,
+        configuration: str,
+        params: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        *,
+        programs: int = 5,
+        arch: int = 90,
+        offset: int = 0,
+        max_grad_norm: float = math.inf,
+        rounding_seed: int = 0,
+        skip_nonfinite: bool = False,
+        change: Change | None = None,
+    ) -> None:
+        self.configuration, self.arch, self.programs, self.change = configuration, arch, programs, change
+        self.dtypes, self.variant = CONFIGURATIONS[configuration]
+        self.numels = [param.numel() for param in params]
+        moments = 3 if self.variant.amsgrad else 2
+        self.memory = Memory(sum(self.numels) * 4 * 8 * (3 + moments) // 4 + len(params) * 8192 + (1 << 20))
+        self.columns = {
+            tables.PARAM_ADDRESS.value: self._put_all(params, self.dtypes.param, offset),
+            tables.GRAD_ADDRESS.value: self._put_all(params, self.dtypes.grad, offset, writable=False),
+            tables.EXP_AVG_ADDRESS.value: self._put_zeros(self.dtypes.exp_avg, offset),
+            tables.EXP_AVG_SQ_ADDRESS.value: self._put_zeros(self.dtypes.exp_avg_sq, offset),
+        }
+        if self.variant.amsgrad:
+            self.columns[tables.MAX_EXP_AVG_SQ_ADDRESS.value] = self._put_zeros(self.dtypes.exp_avg_sq, offset)
+        if self.variant.master:
+            self.columns[tables.MASTER_ADDRESS.value] = self._put_all(params, self.dtypes.weight, offset)
+        self.segments, program_segments = segments_of(dict(enumerate(self.numels)), programs)
+        rows = [{**DEFAULTS, **group} for group in groups]
+        limits = [sum(self.numels), max_grad_norm, skip_nonfinite, rounding_start(rounding_seed)]
+        self.at: dict[str, int] = {
+            "results": self._put(np.zeros(3)),
+            "sums": self._put(np.zeros(len(self.segments))),
+            "slots": self._put(np.full((programs, tables.SLOT_COLUMNS.value), np.nan)),
+            "steps": self._put(np.zeros(len(params), np.float32)),
+            "counter": self._put(np.zeros(1, np.int32)),
+            "last": self._put(np.zeros(2)),
+            "tensors": self._put(self._tensor_table(groups), writable=False),
+            "segments": self._put(np.array(self.segments, np.int64), writable=False),
+            "program_segments": self._put(np.array(program_segments, np.int32), writable=False),
+            "hyper": self._put(np.array(hyper_rows(rows, "scheduled", True)), writable=False),
+            "limits": self._put(np.array(limits, np.float64), writable=False),
+            "grad_scale": self._put(np.ones(1, np.float32)),
+            "found_inf": self._put(np.zeros(1, np.float32)),
+        }
+        self.numbers = {"n_tensors": len(params), "n_segments": len(self.segments)}
+
+    def set_grads(self, grads: Sequence[Tensor], grad_scale: float = 1.0, found_inf: bool = False) -> None:
+        for address, grad in zip(self.columns[tables.GRAD_ADDRESS.value], grads, strict=True):
+            self._write(address, raw_bytes((grad.double() * grad_scale).to(self.dtypes.grad)))
+        self._write(self.at["grad_scale"], np.array([grad_scale], np.float32).view(np.uint8))
+        self._write(self.at["found_inf"], np.array([found_inf], np.float32).view(np.uint8))
+
+    def launch(self, kernel: str, seed: int | None = None, find_races: bool = False) -> Statistics:
+        binary = submit(kernel, self.arch, self.configuration).result()
+        names = [name for name in getattr(kernels, kernel).arg_names if name in self.at or name in self.numbers]
+        args = [self.numbers[name] if name in self.numbers else self.at[name] for name in names]
+        code = emulated(kernel, self.arch, self.configuration, self.change)
+        programs = 1 if kernel == "last_exp_avg_sq_sum_kernel" else self.programs
+        return code.run(self.memory, args, programs, binary.threads, binary.shared_bytes, seed, find_races, 10**8)
+
+    def get(self, name: str, dtype: type = np.float64) -> Array:
+        """A whole table."""
+        address = self.at[name]
+        end = address + int(np.argmin(self.memory.access[address : address + (1 << 22)] != 0))
+        return self.memory.bytes[address:end].view(dtype).copy()
+
+    def tensors(self, column: Any) -> list[Tensor]:
+        """By a constant of `tables`."""
+        return self._tensors(column.value)
+
+    def _tensors(self, column: int) -> list[Tensor]:
+        kinds = {
+            tables.PARAM_ADDRESS.value: self.dtypes.param,
+            tables.EXP_AVG_ADDRESS.value: self.dtypes.exp_avg,
+            tables.MASTER_ADDRESS.value: self.dtypes.weight,
+        }
+        dtype = kinds.get(column, self.dtypes.exp_avg_sq)
+        return [
+            torch.tensor(self.memory.bytes[at : at + n * dtype.itemsize]).view(dtype)
+            if n
+            else torch.empty(0, dtype=dtype)
+            for at, n in zip(self.columns[column], self.numels, strict=True)
+        ]
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.tensors(tables.PARAM_ADDRESS)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What is updated: masters, or the parameters themselves."""
+        return self.tensors(tables.MASTER_ADDRESS) if self.variant.master else self.params
+
+    def state(self) -> list[Tensor]:
+        """Parameters, moments and masters."""
+        columns = [column for column in self.columns if column != tables.GRAD_ADDRESS.value]
+        return [tensor for column in columns for tensor in self._tensors(column)]
+
+    def everything(self) -> bytes:
+        """All memory, for comparisons bit by bit."""
+        return self.memory.bytes[: self.memory.top].tobytes()
+
+    def _tensor_table(self, groups: Sequence[dict[str, Any]]) -> Array:
+        table = np.zeros((len(self.numels), tables.TENSOR_COLUMNS.value), np.int64)
+        for column, addresses in self.columns.items():
+            table[:, column] = addresses
+        table[:, tables.ALIGNED.value] = (table[:, list(self.columns)] % ALIGNMENT == 0).all(1)
+        for number, group in enumerate(groups):
+            table[group["params"], tables.GROUP.value] = number
+        table[:, tables.TENSOR_ID.value] = range(len(self.numels))
+        return table
+
+    def _put_all(self, tensors: Sequence[Tensor], dtype: torch.dtype, offset: int, writable: bool = True) -> list[int]:
+        return [
+            self._put(raw_bytes(tensor.detach().to(dtype)), offset * dtype.itemsize, writable) for tensor in tensors
+        ]
+
+    def _put_zeros(self, dtype: torch.dtype, offset: int) -> list[int]:
+        return self._put_all([torch.zeros(n) for n in self.numels], dtype, offset)
+
+    def _put(self, array: Array, offset: int = 0, writable: bool = True) -> int:
+        return self.memory.put(array, offset=offset, writable=writable)
+
+    def _write(self, address: int, raw: Array) -> None:
+        self.memory.bytes[address : address + raw.size] = raw
+
+
+def raw_bytes(tensor: Tensor) -> Array:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+@functools.cache
+def emulated(kernel: str, arch: int, configuration: str, change: Change | None) -> Kernel:
+    ptx = submit(kernel, arch, configuration).result().ptx
+    return Kernel(ptx if change is None else change(ptx))

@@ -1,0 +1,102 @@
+"""The package's kernels, compiled for GPUs that are not here, as the backend would have them compiled there."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from swd_fused.backends.triton_parts import Dtypes
+from swd_fused.backends.triton_plan import EXACT_STEP_ARGUMENTS, Variant, compile_options, constants_for
+from swd_fused.triton_kernels import kernels
+
+from .machine_code import MachineCode, read_amdgcn, read_cubin
+
+PROCESSES = 2
+ARCHITECTURES: list[int | str] = [80, 90, 100, "gfx942"]
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
+
+
+class Configuration(NamedTuple):
+    dtypes: Dtypes
+    variant: Variant = PLAIN
+
+
+CONFIGURATIONS = {
+    "fp32": Configuration(Dtypes(F32, F32, F32, F32, F32)),
+    "bf16": Configuration(Dtypes(BF16, BF16, F32, F32, BF16)),
+    "fp16": Configuration(Dtypes(F16, F16, F32, F32, F16)),
+    "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64)),
+    "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32)),
+    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32), PLAIN._replace(master=True)),
+    "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, BF16), PLAIN._replace(stochastic=True)),
+    "all bf16": Configuration(Dtypes(BF16, BF16, BF16, BF16, BF16)),
+    "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
+}
+
+
+class Binary(NamedTuple):
+    """What became of a kernel. `ptx` is empty on AMD."""
+
+    ptx: str
+    threads: int
+    shared_bytes: int
+    is_cooperative: bool
+    code: MachineCode
+
+
+@functools.cache
+def submit(kernel: str, arch: int | str, configuration: str) -> Future[Binary]:
+    """Compiling goes on in other processes; kernels and configurations are named."""
+    return _processes().submit(compile_kernel, kernel, arch, CONFIGURATIONS[configuration])
+
+
+@functools.cache
+def _processes() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"))
+
+
+def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> Binary:
+    kernel = getattr(kernels, name)
+    dtypes, variant = configuration
+    constants = constants_for(dtypes, variant, sum_grads=True)
+    names = kernel.arg_names
+    types = argument_types()
+    source = ASTSource(
+        fn=kernel,
+        signature={key: "constexpr" if key in constants else types[key] for key in names},
+        constexprs={(i,): constants[key] for i, key in enumerate(names) if key in constants},
+        attrs={
+            (param.num,): [["tt.divisibility", 16]]
+            for param in kernel.params
+            if types.get(param.name, "").startswith("*") and not param.do_not_specialize_on_alignment
+        },
+    )
+    is_amd = isinstance(arch, str)
+    warp_size = 64 if is_amd else 32
+    options = compile_options(kernel, dtypes, variant, is_amd, warp_size)
+    target = GPUTarget("hip" if is_amd else "cuda", arch, warp_size)
+    compiled = triton.compile(source, target=target, options=options)
+    return Binary(
+        compiled.asm.get("ptx", ""),
+        compiled.metadata.num_warps * warp_size,
+        compiled.metadata.shared,
+        compiled.metadata.launch_cooperative_grid,
+        read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"]),
+    )
+
+
+def argument_types() -> dict[str, str]:
+    """By the kernels' names for them; those of exact_step_kernel from the backend itself."""
+    names: dict[Any, str] = {F64: "*fp64", F32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", 0: "i32"}
+    exact = zip(kernels.exact_step_kernel.arg_names, EXACT_STEP_ARGUMENTS, strict=False)
+    numbers = dict.fromkeys(("totals", "last", "exp_avg_sq_mean", "grad_factor", "skip"), "*fp64")
+    return {**{key: names[kind] for key, kind in exact}, **numbers, "n_segments": "i32"}

@@ -1,0 +1,72 @@
+"""The package's kernels in machine code: registers, spills, widths of access, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from swd_fused.triton_kernels import kernels
+
+from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
+
+KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
+UPDATES = ["exact_step_kernel", "lagged_step_kernel", "update_kernel"]
+CASES = [
+    *(("exact_step_kernel", arch, configuration) for configuration in CONFIGURATIONS for arch in ARCHITECTURES),
+    *((kernel, arch, "fp32") for kernel in KERNELS if kernel != "exact_step_kernel" for arch in ARCHITECTURES),
+    *((kernel, 90, name) for kernel in UPDATES[1:] for name in CONFIGURATIONS if name != "fp32"),
+    *((kernel, 90, "fp32 amsgrad") for kernel in ("max_exp_avg_sq_sum_kernel", "stored_sums_kernel")),
+]
+
+# 128-bit accesses in the code: 8 of pass 1 and one for each operand of the update that has 128 bits for each thread.
+# Where compilers unroll loops there are more.
+WIDE = {
+    "fp32": (8 + 4, 3),
+    "bf16": (8 + 2, 2),
+    "fp16": (8 + 2, 2),
+    "fp64": (8 + 4, 3),
+    "fp32 with bf16 gradients": (8 + 3, 3),
+    "bf16 with masters": (8 + 3, 3),
+    "bf16 rounded by chance": (8 + 2, 2),
+    "all bf16": (8 + 4, 3),
+    "fp32 amsgrad": (8 + 3 + 5, 4),
+}
+
+# On NVIDIA's, for so many programs of 128 threads on a multiprocessor with 65536 registers.
+MOST_REGISTERS = {"fp32": 64, "bf16": 72, "fp16": 72}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_submitted() -> None:
+    """So that two processes have something to do from the start."""
+    for case in CASES:
+        submit(*case)
+
+
+@pytest.mark.parametrize(("kernel", "arch", "configuration"), CASES)
+def test_nothing_is_spilled(kernel: str, arch: int | str, configuration: str) -> None:
+    code = submit(kernel, arch, configuration).result().code
+    assert (code.spills, code.stack_bytes) == (0, 0)
+    assert code.registers <= 128
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if isinstance(arch, int)])
+@pytest.mark.parametrize("configuration", MOST_REGISTERS)
+def test_the_plain_step_takes_few_registers(arch: int, configuration: str) -> None:
+    code = submit("exact_step_kernel", arch, configuration).result().code
+    assert code.registers <= MOST_REGISTERS[configuration]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_whole_blocks_are_read_and_written_in_128_bits(arch: int | str, configuration: str) -> None:
+    binary = submit("exact_step_kernel", arch, configuration).result()
+    loads, stores = WIDE[configuration]
+    assert binary.code.loads[128] >= loads
+    assert binary.code.stores[128] >= stores
+    assert binary.threads == 128
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(arch: int | str) -> None:
+    cooperative = [kernel for kernel in KERNELS if submit(kernel, arch, "fp32").result().is_cooperative]
+    assert cooperative == ["exact_step_kernel"]
