@@ -337,6 +337,9 @@ class FusedAdamS(InAdamWTerms):
                 self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
             if use_lagged and not collective.is_local:
                 self._lagged_sums.leave(buckets, collective, loss_scale)
+        except BaseException:
+            self._arrangement = before  # the one that took the last step
+            raise
         finally:
             for bucket in buckets:
                 bucket.end_step()
