@@ -16,6 +16,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from time import thread_time
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +67,7 @@ def without_launches() -> Iterator[None]:
     with (
         patch.object(triton_launch.Launcher, "__call__", launch),
         patch.object(triton_plan, "programs_on", lambda *_: PROGRAMS),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(warp_size=32)),
         patch.object(backends, "choose", lambda *_: (triton, "triton")),
         patch.object(torch, "_fused_adamw_", lambda *_, **__: None),
         patch.object(torch, "_foreach_add_", lambda *_: None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ class Operands:
         """Before each step. Whether there are other dtypes than those that were seen last."""
         columns = columns_of(bucket)
         try:
-            # Moments that are the same tensors at the same addresses have not changed otherwise. Column by column is
-            # faster than all of one kind at a time.
+            # Moments that are the same tensors at the same addresses have not changed otherwise, and of parameters the
+            # bucket knows the dtype. Column by column is faster than all of one kind at a time.
             grads = list(map(Tensor.data_ptr, bucket.grads))
             seen = [
-                *(list(map(Tensor.is_neg, bucket.grads)), *_forms(bucket.grads)),
+                *(list(map(Tensor.is_neg, bucket.grads)), list(map(attrgetter("dtype"), bucket.grads))),
+                *_forms(bucket.grads),
                 *(list(map(Tensor.data_ptr, bucket.params)), *_forms(bucket.params)),
                 list(map(Tensor.data_ptr, chain.from_iterable(columns[GRADS + 1 :]))),
             ]
@@ -112,8 +114,8 @@ class Operands:
             raise RuntimeError("FusedAdamS got a tensor that has elements, but whose memory was freed.")
 
 
-def _forms(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    return [tensor.dtype for tensor in tensors], list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
+def _forms(tensors: list[Tensor]) -> tuple[list[int], list[Any]]:
+    return list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
 
 
 def _int64s(values: Iterable[int]) -> Tensor:
