@@ -71,7 +71,7 @@ def test_tensors_keep_their_numbers() -> None:
     assert segments == [(3, 0, 600), (8, 0, 5)]
 
 
-FLOATS = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
+FLOATS = Dtypes(*[torch.float32] * 5)
 
 
 @pytest.mark.parametrize(("numels", "programs"), [([5, 6], 2), ([5000], 10), ([10**6], 100), ([0], 1), ([0, 0], 1)])
