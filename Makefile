@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+DEVICE ?= cpu
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 .PHONY: demo test test-gpu lint bench frameworks paper clean
@@ -22,10 +23,14 @@ lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp tests/gpu_code/*.cpp
 
+# DEVICE=cuda measures steps on a CUDA or ROCm GPU; the rest is about the CPU.
 bench: $(VENV)/.with-bench
-	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.step_time --device $(DEVICE)
+ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.sharded_step
+	$(BIN)/python -m benchmarks.host_work
+endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
 frameworks: $(VENV)/.with-test,frameworks

@@ -69,44 +69,57 @@ def authors_loop(params: Sequence[Tensor]) -> Step:
 PEER = "AdamW fused"
 CLIPPED_PEER = "AdamW fused + clip_grad_norm_"
 
-CONTENDERS = (
-    Contender(PEER, "fused", 28, PEER, adamw),
-    Contender("FusedAdamS exact (cpu)", "cpu", 32, PEER, fused_adams("exact", "cpu")),
-    Contender("FusedAdamS lagged (cpu)", "cpu", 28, PEER, fused_adams("lagged", "cpu")),
-    Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, clipped_adamw),
-    Contender("FusedAdamS exact + clip (cpu)", "cpu", 32, CLIPPED_PEER, fused_adams("exact", "cpu", MAX_GRAD_NORM)),
-    Contender("FusedAdamS exact (torch)", "torch", None, PEER, fused_adams("exact", "torch")),
-    Contender("FusedAdamS lagged (torch)", "torch", None, PEER, fused_adams("lagged", "torch")),
-    Contender(
-        "FusedAdamS exact + clip (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
-    ),
-    Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
-    # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of v^,
-    # 8 for the decay, 8+8+8 for the denominator, 16 for the update.
-    Contender("authors' loop", "loop", 100, PEER, authors_loop),
-)
+
+def contenders(kernels: str) -> tuple[Contender, ...]:
+    """`kernels` is the backend with kernels of our own."""
+    return (
+        Contender(PEER, "fused", 28, PEER, adamw),
+        Contender(f"FusedAdamS exact ({kernels})", kernels, 32, PEER, fused_adams("exact", kernels)),
+        Contender(f"FusedAdamS lagged ({kernels})", kernels, 28, PEER, fused_adams("lagged", kernels)),
+        Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, clipped_adamw),
+        Contender(
+            f"FusedAdamS exact + clip ({kernels})",
+            kernels,
+            32,
+            CLIPPED_PEER,
+            fused_adams("exact", kernels, MAX_GRAD_NORM),
+        ),
+        Contender("FusedAdamS exact (torch)", "torch", None, PEER, fused_adams("exact", "torch")),
+        Contender("FusedAdamS lagged (torch)", "torch", None, PEER, fused_adams("lagged", "torch")),
+        Contender(
+            "FusedAdamS exact + clip (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
+        ),
+        Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
+        # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of
+        # v^, 8 for the decay, 8+8+8 for the denominator, 16 for the update.
+        Contender("authors' loop", "loop", 100, PEER, authors_loop),
+    )
 
 
-def selected(texts: Sequence[str] | None) -> list[Contender]:
+CONTENDERS = contenders("cpu")
+GPU_CONTENDERS = contenders("triton")
+
+
+def selected(texts: Sequence[str] | None, among: Sequence[Contender] = CONTENDERS) -> list[Contender]:
     """Those whose name contains one of the texts, and the peers that their ratios need. All if there are no texts."""
     if not texts:
-        return list(CONTENDERS)
-    chosen = [c for c in CONTENDERS if any(text.lower() in c.name.lower() for text in texts)]
+        return list(among)
+    chosen = [c for c in among if any(text.lower() in c.name.lower() for text in texts)]
     if not chosen:
-        raise ValueError(f"No contender's name contains {' or '.join(texts)}: {', '.join(c.name for c in CONTENDERS)}")
+        raise ValueError(f"No contender's name contains {' or '.join(texts)}: {', '.join(c.name for c in among)}")
     needed = {c.name for c in chosen} | {c.peer for c in chosen}
-    return [c for c in CONTENDERS if c.name in needed]
+    return [c for c in among if c.name in needed]
 
 
-def parameters(shapes: Sequence[Shape], seed: int = 0) -> list[Tensor]:
+def parameters(shapes: Sequence[Shape], seed: int = 0, device: str = "cpu") -> list[Tensor]:
     """Float32 parameters with gradients whose norm over all of them is 1, where clipping at 1 leaves it too.
 
     All contenders of a suite step the same ones, since ten copies of a large model would not fit into memory. Only the
     moments are each contender's own.
     """
-    generator = torch.Generator().manual_seed(seed)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    generator = torch.Generator(device).manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator, device=device)) for shape in shapes]
     rms = sum(param.numel() for param in params) ** -0.5
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).mul_(rms)
+        param.grad = torch.randn(param.shape, generator=generator, device=device).mul_(rms)
     return list(params)

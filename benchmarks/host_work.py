@@ -1,16 +1,19 @@
 """What the host does in a step on a GPU, for many small tensors, with all launches left out. Needs no GPU.
 
 FusedAdamS runs the Triton backend on CPU tensors, with nothing in the place of its launches. AdamW fused has nothing in
-the place of its two operators. What these do on the host, filling tables for a launch every few tensors, is not counted.
+the place of its two operators. What these do on the host, tables and launches for every few tensors, is not counted.
 Times are the thread's, so that other processes do not add to them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -27,7 +30,7 @@ from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
 from benchmarks.contenders import MAX_GRAD_NORM, PEER, adamw, fused_adams, parameters
 from benchmarks.other_load import OtherLoad, warn_of_other_load
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
+from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds, timed
 
 Row = dict[str, Any]
 Step = Callable[[], object]
@@ -56,9 +59,6 @@ def without_launches() -> Iterator[None]:
     from swd_fused import backends
     from swd_fused.backends import triton_launch, triton_plan
 
-    if triton_launch.INTERPRETED:
-        raise RuntimeError("host_work measures what comes before a launch. Unset TRITON_INTERPRET.")
-
     def launch(self: object, programs: int, results: Tensor, *args: object) -> None:
         results.zero_()  # a mean that warns of nothing
 
@@ -73,28 +73,30 @@ def without_launches() -> Iterator[None]:
         yield
 
 
-def with_new_gradients(step: Step, params: Sequence[Tensor]) -> Step:
-    """The same gradients at other addresses, by turns: the host has to notice."""
-    grads = [[param.grad for param in params], [param.grad.clone() for param in params if param.grad is not None]]
+def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
+    """The same gradients at other addresses. A contender's next turn comes before they are back at any."""
+    places = [
+        [torch.clone(param.grad) for param in params if param.grad is not None] for _ in range(2 * len(CONTENDERS))
+    ]
+    rounds = cycle(places)
 
-    def next_step() -> None:
-        grads.reverse()
-        for param, grad in zip(params, grads[0], strict=True):
+    def move() -> None:
+        for param, grad in zip(params, next(rounds), strict=True):
             param.grad = grad
-        step()
 
-    return next_step
+    return move
 
 
 def measure(tensors: int, repeats: int, new_gradients: bool, progress: Progress) -> list[Row]:
     params = parameters([(ELEMENTS,)] * tensors)
     steps = [contender.build(params) for contender in CONTENDERS]
-    if new_gradients:
-        steps = [with_new_gradients(step, params) for step in steps]
+    before = gradient_mover(params) if new_gradients else lambda: None
     gradients = "at new addresses" if new_gradients else "where they were"
     task = progress.add_task(f"gradients {gradients}", total=repeats + WARM_UP_ROUNDS)
     other_load = OtherLoad()
-    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task), clock=thread_time)
+    times = interleaved_times(
+        steps, repeats, lambda: progress.advance(task), timer=partial(timed, clock=thread_time), before=before
+    )
     seconds = {contender.name: Quartiles.of(values) for contender, values in zip(CONTENDERS, times, strict=True)}
     shared = conditions(other_load, device="none: launches left out")
     return [
@@ -136,6 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, default=Path("results/host_work"), metavar="DIR", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error(
+            "TRITON_INTERPRET=1 interprets kernels instead of launching them, so there is nothing to leave out."
+        )
     torch.set_num_threads(1)
 
     console = Console()

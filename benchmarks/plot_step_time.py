@@ -16,10 +16,9 @@ from benchmarks.contenders import CLIPPED_PEER, PEER
 Row = dict[str, str]
 
 # Okabe and Ito's palette, which readers with any kind of colour vision can tell apart.
+KERNEL_COLOURS = {"exact": "#0072B2", "lagged": "#56B4E9", "exact + clip": "#0072B2"}
 COLOURS = {
-    "FusedAdamS exact (cpu)": "#0072B2",
-    "FusedAdamS lagged (cpu)": "#56B4E9",
-    "FusedAdamS exact + clip (cpu)": "#0072B2",
+    **{f"FusedAdamS {mode} ({kernels})": c for kernels in ("cpu", "triton") for mode, c in KERNEL_COLOURS.items()},
     "FusedAdamS exact (torch)": "#E69F00",
     "FusedAdamS lagged (torch)": "#F0E442",
     "FusedAdamS exact + clip (torch)": "#E69F00",
@@ -112,9 +111,11 @@ def caption(rows: Sequence[Row]) -> str:
     repeats = ", ".join(f"{suite} {n}" for suite, n in {row["suite"]: row["repeats"] for row in rows}.items())
     loads = [float(row["other_load"]) for row in rows if row["other_load"]]
     busy = f"; others used up to {max(loads):.2f} cores" if loads else ""
+    place = f"{first['threads']} of {first['cores']} cores, {first['cpu']} (cpu){busy}"
+    if first["device"] != "cpu":
+        place = first["device"]
     return (
-        f"Ratio of medians, whiskers: quartiles. All contenders take turns. {first['dtype']}, {first['threads']} of "
-        f"{first['cores']} cores, {first['cpu']} ({first['device']}){busy}.\n"
+        f"Ratio of medians, whiskers: quartiles. All contenders take turns. {first['dtype']}, {place}.\n"
         f"torch {first['torch']}, swd_fused {first['swd_fused']}, Python {first['python']}, {first['date'][:10]}. "
         f"Repeats: {repeats}."
     )

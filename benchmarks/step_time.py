@@ -1,6 +1,7 @@
 """Time of an optimizer's step, by suite of shapes and by contender.
 
-Within a suite all contenders take turns, so that a machine whose speed wanders treats them alike.
+Within a suite all contenders take turns, so that a machine whose speed wanders treats them alike. On a GPU times are
+the device's, with the host ahead of it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks import gpu
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import Contender, parameters, selected
+from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected
 from benchmarks.other_load import OtherLoad, warn_of_other_load
 from benchmarks.plot_step_time import plot
 from benchmarks.suites import SUITES, Suite
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
+from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds, timed
 
 Row = dict[str, Any]
 
 
-def measure(name: str, suite: Suite, contenders: Sequence[Contender], repeats: int, progress: Progress) -> list[Row]:
-    params = parameters(suite.shapes)
+def measure(
+    name: str,
+    suite: Suite,
+    contenders: Sequence[Contender],
+    repeats: int,
+    progress: Progress,
+    device: str = "cpu",
+) -> list[Row]:
+    params = parameters(suite.shapes, device=device)
     steps = [contender.build(params) for contender in contenders]
     task = progress.add_task(name, total=repeats + WARM_UP_ROUNDS)
     other_load = OtherLoad()
-    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task))
+    timer = timed if device == "cpu" else gpu.timed
+    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task), timer=timer)
     seconds = {contender.name: Quartiles.of(values) for contender, values in zip(contenders, times, strict=True)}
-    shared = conditions(other_load)
+    shared = conditions(other_load, device if device == "cpu" else torch.cuda.get_device_name())
+    peak = None if device == "cpu" else gpu.peak_here()
     return [
         {
             "suite": name,
@@ -49,7 +60,9 @@ def measure(name: str, suite: Suite, contenders: Sequence[Contender], repeats: i
             "q1_s": seconds[contender.name].q1,
             "q3_s": seconds[contender.name].q3,
             "bytes_per_element": contender.bytes_per_element,
-            "gb_per_s": gb_per_s(contender, suite.elements, seconds[contender.name].median),
+            "gb_per_s": (speed := gb_per_s(contender, suite.elements, seconds[contender.name].median)),
+            "peak_gb_per_s": peak,
+            "share_of_peak": None if speed is None or peak is None else speed / peak,
             "ratio": seconds[contender.name].median / seconds[contender.peer].median,
             "peer": contender.peer,
             **shared,
@@ -68,20 +81,29 @@ def table(rows: Sequence[Row]) -> Table:
     title = (
         f"{first['suite']}: {first['elements']:,} elements in {first['tensors']:,} tensors, {first['repeats']} repeats"
     )
+    if first["peak_gb_per_s"] is not None:
+        title += f", peak {first['peak_gb_per_s']:,.0f} GB/s"
     caption = "ratio: to AdamW fused, or with clipping to AdamW fused + clip_grad_norm_"
     result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     result.add_column("contender", no_wrap=True)
-    for heading in ("median ms", "quartiles ms", "GB/s", "ratio"):
+    headings = ["median ms", "quartiles ms", "GB/s", "ratio"]
+    if first["peak_gb_per_s"] is not None:
+        headings.insert(3, "of peak")
+    for heading in headings:
         result.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         median, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
         speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-        result.add_row(str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}")
+        cells = [str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}"]
+        if row["peak_gb_per_s"] is not None:
+            cells.insert(4, "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}")
+        result.add_row(*cells)
     return result
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
+    result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='default: cpu; "cuda" is ROCm too')
     result.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
     result.add_argument(
         "--contender",
@@ -92,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
     result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
     result.add_argument(
-        "--out", type=Path, default=Path("results/step_time"), metavar="DIR", help="default: %(default)s"
+        "--out", type=Path, metavar="DIR", help="default: results/step_time, with --device cuda results/step_time_cuda"
     )
     return result
 
@@ -100,8 +122,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     command = parser()
     options = command.parse_args(arguments)
+    on_gpu = options.device != "cpu"
+    if on_gpu and (missing := gpu.missing()):
+        command.error(f"--device {options.device}: {missing}")
     try:
-        contenders = selected(options.contender)
+        contenders = selected(options.contender, GPU_CONTENDERS if on_gpu else CONTENDERS)
     except ValueError as error:
         command.error(str(error))
     torch.set_num_threads(options.threads)
@@ -112,13 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Progress(*columns, console=console, transient=True) as progress:
         for name in options.suite or SUITES:
             suite = SUITES[name]
-            suite_rows = measure(name, suite, contenders, options.repeats or suite.repeats, progress)
+            suite_rows = measure(name, suite, contenders, options.repeats or suite.repeats, progress, options.device)
             progress.console.print(table(suite_rows))
             warn_of_other_load(console, suite_rows[0]["other_load"])
             rows += suite_rows
             gc.collect()  # optimizers are in reference cycles, and the next suite needs their memory
 
-    csv_path = options.out / "step_time.csv"
+    out = options.out or Path("results/step_time_cuda" if on_gpu else "results/step_time")
+    csv_path = out / "step_time.csv"
     write_rows(csv_path, rows)
     picture_path = plot(csv_path)
     console.print(f"Wrote {csv_path} and {picture_path}", soft_wrap=True)

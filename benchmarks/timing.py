@@ -40,13 +40,15 @@ def interleaved_times(
     steps: Sequence[Callable[[], object]],
     repeats: int,
     on_round: Callable[[], object],
-    clock: Callable[[], float] = perf_counter,
+    timer: Callable[[Callable[[], object]], float] | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds that each step took, in each of `repeats` rounds after the warm-up."""
+    """Seconds that each step took, in each of `repeats` rounds after the warm-up. `before` each, not counted."""
     times: list[list[float]] = [[] for _ in steps]
     for repetition in range(-WARM_UP_ROUNDS, repeats):
         for index in interleaved_order(range(len(steps)), repetition):
-            seconds = timed(steps[index], clock)
+            before()
+            seconds = (timer or timed)(steps[index])
             if repetition >= 0:
                 times[index].append(seconds)
         on_round()

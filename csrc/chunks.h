@@ -57,10 +57,14 @@ using RoundingKey = std::optional<uint32_t>;
 
 template <typename T>
 void write_param(const UpdateOperands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
+  if (!key || !x.param.is_bfloat16()) return x.param.write(param, begin, n);
   if constexpr (std::is_same_v<T, float>) {
-    if (key && x.param.is_bfloat16()) return x.param.write_stochastically(param, begin, n, *key);
+    x.param.write_stochastically(param, begin, n, *key);
+  } else {
+    float narrowed[BLOCK];
+    std::copy(param, param + n, narrowed);
+    x.param.write_stochastically(narrowed, begin, n, *key);
   }
-  x.param.write(param, begin, n);
 }
 
 template <typename T>

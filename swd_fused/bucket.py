@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ class Bucket:
         self.sharding = sharding
         self.positions = positions
         self._whole_params = [active.params[i] for i in positions]
+        self._dtypes = _dtypes(self._whole_params)
         self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
         self._picks = self._has_views or len(positions) < len(active.params)
         self._states = [active.states[i] for i in positions]
@@ -96,16 +97,22 @@ class Bucket:
             self._sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
 
     def is_current(self) -> bool:
-        """Whether the state still holds these very tensors and nobody else has written to the second moments."""
+        """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
+        that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
         try:
             return (
-                self._holds(self._step_views, "step")
+                self._dtypes == _dtypes(self._whole_params)
+                and self._holds(self._step_views, "step")
                 and all(self._holds(tensors, key) for key, tensors in self._whole_moments.items())
                 and (not self._has_views or self._views_are_current())
                 and self._versions == _versions(self.averaged)
             )
         except KeyError:
             return False
+
+    def is_known_to_be_new(self) -> bool:
+        """Whether all steps so far were skipped. A GPU would have to be waited for."""
+        return self.device.type == "cpu" and not self.steps.any()
 
     def _holds(self, tensors: list[Tensor], key: str) -> bool:
         return all(map(is_, tensors, map(itemgetter(key), self._states)))
@@ -122,10 +129,10 @@ class Bucket:
         if self._has_views:
             pairs = zip(self._whole_params, grads, strict=True)
             grads = [_as_real(local_grad(param, grad)) for param, grad in pairs]
-        self.grads = grads
-        self.grad_sum = None
         if self.masters and self._param_versions != _versions(self.params):
             self._follow_params()
+        self.grads = grads
+        self.grad_sum = None
         self.set_hyper(param_groups)
 
     def check(self) -> None:
@@ -136,13 +143,14 @@ class Bucket:
 
     def end_step(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
-        self.grads = []
-        if self.masters:
+        began, self.grads = bool(self.grads), []
+        if self.masters and began:
             self._param_versions = _versions(self.params)
 
     def _follow_params(self) -> None:
         """Someone has written to parameters, loading a model for instance: where a master no longer rounds to its
         parameter it takes the parameter's value."""
+        check_state(self.params, [self.masters])
         for param, master in zip(self.params, self.masters, strict=True):
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
 
@@ -191,6 +199,10 @@ class Arrangement:
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(map(attrgetter("dtype"), tensors))
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swd_fused.schedule import scalar_dtype
 from swd_fused.sharding import Sharding
+from swd_fused.upload import moved
 
 
 class Collective:
@@ -38,7 +39,7 @@ class Collective:
         """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
         parts: dict[Sharding, list[Tensor]] = {sharding: [] for sharding in self._shardings}
         for sharding, row in rows:
-            parts[sharding].append(row.to(self.device, non_blocking=True))
+            parts[sharding].append(moved(row, self.device))
         zero = torch.zeros(width, dtype=scalar_dtype(self.device), device=self.device)
         return Reduction({sharding: added(rows, zero) for sharding, rows in parts.items()}, self._groups, zero)
 

@@ -15,6 +15,7 @@ from swd_fused.loss_scale import LossScale
 from swd_fused.schedule import bias_corrections, scalar_dtype
 from swd_fused.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.step import Number, clipped, skipped
+from swd_fused.upload import moved
 
 
 class Known(NamedTuple):
@@ -36,7 +37,7 @@ def checked(
             grad_sumsq = full_tensor(grad_sumsq)
         if grad_sumsq.numel() != 1:
             raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
-        value = grad_sumsq.detach().reshape(()).to(device, scalar_dtype(device), non_blocking=True)
+        value = moved(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
     elif isinstance(grad_sumsq, Real) and not grad_sumsq < 0:
         value = torch.full((), float(grad_sumsq), dtype=scalar_dtype(device), device=device)
     else:
@@ -112,12 +113,14 @@ class WholeModelSum:
         self._steps: Tensor | None = None
         self._stepped: set[int] = set()
         self._number: Number | None = None
+        self.goes_on = False  # whether the last call belongs to the same step as the one before
 
     def number(
         self,
         known: Known,
         params: Sequence[Tensor],
         beta2: float,
+        bias_correction: bool,
         max_grad_norm: float | None,
         loss_scale: LossScale,
         collective: Collective,
@@ -125,9 +128,10 @@ class WholeModelSum:
     ) -> Number:
         """`loaded()` adds up the state as it is, on all ranks: the sum of v, and steps taken."""
         ids = set(map(id, params))
-        if self._number is None or not self._stepped.isdisjoint(ids):
+        self.goes_on = self._number is not None and self._stepped.isdisjoint(ids)
+        if self._number is None or not self.goes_on:
             self._stepped = set()
-            self._number = self._next(known, beta2, max_grad_norm, loss_scale, collective, loaded)
+            self._number = self._next(known, beta2, bias_correction, max_grad_norm, loss_scale, collective, loaded)
         self._stepped |= ids
         return self._number
 
@@ -135,6 +139,7 @@ class WholeModelSum:
         self,
         known: Known,
         beta2: float,
+        bias_correction: bool,
         max_grad_norm: float | None,
         loss_scale: LossScale,
         collective: Collective,
@@ -149,7 +154,7 @@ class WholeModelSum:
         next_sum = beta2 * self._sum + (1 - beta2) * grad_sum
         self._sum = next_sum if skip is None else torch.where(skip != 0, self._sum, next_sum)
         self._steps = self._steps + taken
-        mean = self._sum / (1 - beta2**self._steps) / known.numel
+        mean = self._sum / (1 - bias_correction * beta2**self._steps) / known.numel
         return Number(mean, grad_norm, grad_factor, skip)
 
 

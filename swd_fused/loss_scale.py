@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.schedule import scalar_dtype
+from swd_fused.upload import moved
 
 
 class LossScale(NamedTuple):
@@ -20,6 +21,11 @@ class LossScale(NamedTuple):
     @property
     def may_skip(self) -> bool:
         return self.found_inf is not None or self.skip_nonfinite
+
+    def on(self, device: torch.device) -> LossScale:
+        """As kernels read it: GradScaler's device need not be that of the parameters."""
+        scale, found = (None if value is None else moved(value.detach(), device, torch.float32) for value in self[:2])
+        return LossScale(scale, found, self.skip_nonfinite)
 
     def unscale(self, device: torch.device) -> Tensor | None:
         """What gradients are to be multiplied by."""
@@ -42,4 +48,4 @@ class LossScale(NamedTuple):
 
 
 def _at(value: Tensor, device: torch.device) -> Tensor:
-    return value.detach().reshape(()).to(device, scalar_dtype(device), non_blocking=True)
+    return moved(value.detach().reshape(()), device, scalar_dtype(device))

@@ -279,7 +279,7 @@ class FusedAdamS(InAdamWTerms):
 
     def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
         active = active_params(self.param_groups, grads, self.state)
-        if known is None:
+        if known is None or known.numel is None:
             self._whole_model_sum = WholeModelSum()
         if active.params or not collective.is_local:
             self._take_step(active, collective, known)
@@ -305,6 +305,8 @@ class FusedAdamS(InAdamWTerms):
         )
         use_lagged = self._needs_one_pass() and not (first and collective.is_local)
         took_last_step = (before or self._arrangement).buckets if use_lagged else []
+        if use_lagged and collective.is_local and all(bucket.is_known_to_be_new() for bucket in took_last_step):
+            use_lagged = False
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
 
         def number() -> Number:
@@ -324,11 +326,15 @@ class FusedAdamS(InAdamWTerms):
         try:
             for bucket in buckets:
                 bucket.begin_step(active.grads, self.param_groups)
-            fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, loss_scale) if alone else None
+            fused = None
+            if alone:
+                scale = loss_scale.on(buckets[0].device)
+                fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, scale)
             result = fused or take_step(buckets, number, loss_scale, before_update)
             self.exp_avg_sq_mean, self.grad_norm, skip = result
-            if skip is not None and loss_scale.may_skip:
-                self.skipped_steps = self.skipped_steps.to(skip.device) + skip.to(torch.int64)
+            if skip is not None and loss_scale.may_skip and not self._whole_model_sum.goes_on:
+                # In place: a CUDA graph adds to the same number in each replay.
+                self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
             if use_lagged and not collective.is_local:
                 self._lagged_sums.leave(buckets, collective, loss_scale)
         finally:
@@ -348,12 +354,13 @@ class FusedAdamS(InAdamWTerms):
     ) -> Number:
         if known.numel is None:
             return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
-        for bucket in buckets:
-            bucket.need_no_sums()
-        beta2 = self.param_groups[0]["betas"][1]
+        if not loss_scale.may_skip:  # a step that is skipped would leave none
+            for bucket in buckets:
+                bucket.need_no_sums()
+        beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
         loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
         return self._whole_model_sum.number(
-            known, active.params, beta2, self.max_grad_norm, loss_scale, collective, loaded
+            known, active.params, beta2, bias_correction, self.max_grad_norm, loss_scale, collective, loaded
         )
 
     def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def initialized(
     state: dict[str, Any], param: Tensor, options: Options, amsgrad: bool, backend: Backend
 ) -> dict[str, Any]:
-    """Adds what a step needs and is not there."""
+    """Adds what a step needs and is not there, and drops a master that a converted parameter has no use for."""
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -28,6 +28,8 @@ def initialized(
             state[key] = state[key].to(options.kept_dtype(key, state[key].dtype, param.dtype))
     if amsgrad and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-    if options.needs_master(param.dtype) and MASTER not in state:
+    if not options.needs_master(param.dtype):
+        state.pop(MASTER, None)
+    elif MASTER not in state:
         state[MASTER] = param.detach().to(torch.float32, copy=True)
     return state

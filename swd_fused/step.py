@@ -12,6 +12,7 @@ from swd_fused import schedule
 from swd_fused.bucket import Bucket
 from swd_fused.collective import Collective
 from swd_fused.loss_scale import LossScale
+from swd_fused.upload import moved
 
 
 class Number(NamedTuple):
@@ -45,11 +46,11 @@ def take_step(
     if before_update is not None:
         before_update(exp_avg_sq_mean)
     for bucket in buckets:
-        mean = exp_avg_sq_mean.to(bucket.device, non_blocking=True)
+        mean = moved(exp_avg_sq_mean, bucket.device)
         bucket.backend.update(bucket, mean, _at(grad_factor, bucket), _at(skip, bucket))
     if grad_norm is None:
         home = exp_avg_sq_mean.device
-        grad_sums = [bucket.grad_sum.to(home, non_blocking=True) for bucket in buckets if bucket.grad_sum is not None]
+        grad_sums = [moved(bucket.grad_sum, home) for bucket in buckets if bucket.grad_sum is not None]
         grad_norm = torch.stack(grad_sums).sum().sqrt()
         unscale = loss_scale.unscale(home)
         grad_norm = grad_norm if unscale is None else unscale * grad_norm
@@ -121,4 +122,4 @@ def _gradient_sums(bucket: Bucket) -> Tensor:
 
 
 def _at(value: Tensor | None, bucket: Bucket) -> Tensor | None:
-    return None if value is None else value.to(bucket.device, non_blocking=True)
+    return None if value is None else moved(value, bucket.device)

@@ -31,7 +31,8 @@ def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:
 
 
 def stochastically_rounded(values: Tensor, key: Tensor, first: int) -> Tensor:
-    """float32 values in bfloat16. Elements are numbered from `first` on."""
+    """Values in bfloat16, by way of float32. Elements are numbered from `first` on."""
+    values = values.to(torch.float32)
     elements = torch.arange(first, first + values.numel(), device=values.device).reshape(values.shape)
     noise = scrambled(key ^ ((elements * 0x9E3779B9) & LOW_32_BITS)) >> 16
     bits = values.contiguous().view(torch.int32)

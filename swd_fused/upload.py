@@ -1,4 +1,4 @@
-"""From the host to a device without waiting for it."""
+"""Between the host and devices, without waiting where that is right."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         CAPTURED_UPLOADS.append(pinned)
     return pinned.to(device, non_blocking=True)
+
+
+def moved(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """On this device. What goes to the CPU is waited for: with `non_blocking` it would be read before it is there."""
+    return value.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 # A CUDA graph copies from this memory in each replay, and nobody tells when a graph is gone.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,16 +16,19 @@ from torch import Tensor
 
 from benchmarks import (
     collective_cost,
+    gpu,
+    host_work,
     plot_sharded_step,
     plot_step_time,
     roofline,
     sharded_step,
     step_time,
+    timing,
     training_step,
 )
 from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.conditions import read_rows
-from benchmarks.contenders import CONTENDERS, Contender, parameters, selected
+from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected
 from benchmarks.small_models import SmallGPT, SmallResNet
 from benchmarks.suites import SUITES, Suite
 from benchmarks.timing import Quartiles, interleaved_order
@@ -126,24 +132,24 @@ def fused(weight_decay: float, backend: str, eps: float) -> Tensor:
 WEIGHT_DECAY = 1e-2  # removes 1e-3 * 1e-2 / 1e-3 = 1% of a weight in each step
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_authors_loop_equals_fused_adams_without_eps(backend: str) -> None:
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_authors_loop_equals_fused_adams_without_eps(kernels: str) -> None:
     """With eps = 0 the two definitions are one, so only rounding is left."""
     loop = trained(AuthorsLoop, WEIGHT_DECAY, eps=0.0)
-    torch.testing.assert_close(loop, fused(WEIGHT_DECAY, backend, eps=0.0), rtol=1e-12, atol=1e-13)
-    slightly_wrong = fused(WEIGHT_DECAY * (1 + 1e-6), backend, eps=0.0)
+    torch.testing.assert_close(loop, fused(WEIGHT_DECAY, kernels, eps=0.0), rtol=1e-12, atol=1e-13)
+    slightly_wrong = fused(WEIGHT_DECAY * (1 + 1e-6), kernels, eps=0.0)
     assert (loop - slightly_wrong).abs().max() > 1e-8
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_authors_loop_differs_from_fused_adams_by_eps_in_the_schedule(backend: str) -> None:
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_authors_loop_differs_from_fused_adams_by_eps_in_the_schedule(kernels: str) -> None:
     """1e-8 beside an rms of 1e-3 weakens a decay of 1% by 1e-5 of itself: 1e-7 of a weight in each step."""
     loop = trained(AuthorsLoop, WEIGHT_DECAY)
     expected = STEPS * 1e-7
-    difference = (fused(WEIGHT_DECAY, backend, eps=1e-8) - loop)[:1500]
+    difference = (fused(WEIGHT_DECAY, kernels, eps=1e-8) - loop)[:1500]
     assert 0.5 * expected < difference.mean() < 1.5 * expected
     assert difference.abs().max() < 2 * expected
-    wrong = (fused(WEIGHT_DECAY * (1 - 1e-4), backend, eps=1e-8) - loop)[:1500]
+    wrong = (fused(WEIGHT_DECAY * (1 - 1e-4), kernels, eps=1e-8) - loop)[:1500]
     assert wrong.mean() > 5 * expected
 
 
@@ -163,7 +169,20 @@ STEP_TIME_COLUMNS = {
         "q1_s",
         "q3_s",
     ),
-    *("bytes_per_element", "gb_per_s", "ratio", "peer", "torch", "swd_fused", "python", "cpu", "cores", "device"),
+    *(
+        "bytes_per_element",
+        "gb_per_s",
+        "peak_gb_per_s",
+        "share_of_peak",
+        "ratio",
+        "peer",
+        "torch",
+        "swd_fused",
+        "python",
+        "cpu",
+        "cores",
+        "device",
+    ),
     *("huge_pages", "other_load", "date"),
 }
 
@@ -187,6 +206,63 @@ def test_step_time_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "tiny: 22 elements in 2 tensors" in capsys.readouterr().out
 
 
+def test_step_time_on_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_info:
+        step_time.main(["--device", "cuda"])
+    assert exit_info.value.code == 2
+    assert "--device cuda: torch" in (message := capsys.readouterr().err)
+    assert "finds no CUDA or ROCm GPU here" in message
+
+
+@pytest.mark.usefixtures("_keep_threads")
+def test_step_time_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far as that goes without one: its contenders, interpreted, by the host's clock."""
+    monkeypatch.setitem(SUITES, "tiny", Suite(((5, 3), (7,)), repeats=1))
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    monkeypatch.setattr(gpu, "timed", timing.timed)
+    monkeypatch.setattr(gpu, "peak_here", lambda: 100.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(step_time, "parameters", lambda shapes, device: parameters(shapes))
+    step_time.main(["--device", "cuda", "--suite", "tiny", "--threads", "1", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "step_time.csv")
+    assert [row["contender"] for row in rows] == [contender.name for contender in GPU_CONTENDERS]
+    for row in rows:
+        assert row["device"] == "Some GPU"
+        if row["gb_per_s"]:
+            assert float(row["share_of_peak"]) == pytest.approx(float(row["gb_per_s"]) / 100)
+    assert "peak 100 GB/s" in capsys.readouterr().out
+
+
+def test_peak_bandwidth() -> None:
+    """From clock and bus width; AMD's memory transfers more often than its clock tells."""
+    assert gpu.peak_gb_per_s("NVIDIA RTX 6000 Ada", 10_001_000, 384) == pytest.approx(960, rel=1e-3)
+    assert gpu.peak_gb_per_s("NVIDIA A100-SXM4-40GB", None, None) == 1555
+    assert gpu.peak_gb_per_s("AMD Instinct MI300X", 1_300_000, 8192) == 5300
+    assert gpu.peak_gb_per_s("Some GPU", None, None) is None
+    for name, clock, bus in (("A100-SXM4-40GB", 1_215_000, 5120), ("H100 80GB HBM3", 2_619_000, 5120)):
+        assert gpu.peak_gb_per_s("", clock, bus) == pytest.approx(gpu.PEAKS[name], rel=1e-2)
+
+
+def test_host_work_command(tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.host_work", "--tensors", "5", "--repeats", "3", "--out", tmp_path]
+    subprocess.run(command, env=env, cwd=Path(__file__).parents[1], check=True, capture_output=True, timeout=300)
+    rows = rows_of(tmp_path / "host_work.csv")
+    assert [row["contender"] for row in rows] == 2 * [contender.name for contender in host_work.CONTENDERS]
+    for row in rows:
+        assert (row["tensors"], row["repeats"]) == ("5", "3")
+        assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
+
+
+def test_host_work_is_not_that_of_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        host_work.main([])
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().err
+
+
 def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
     columns = "suite,contender,elements,tensors,dtype,repeats,median_s,q1_s,q3_s,ratio,peer,threads,device,cpu,cores"
     conditions = "2,cpu,Some CPU,2,0.01,2.10,0.1,3.12,2026-01-02T03:04:05"
@@ -202,7 +278,7 @@ def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
 
 
 def test_every_bar_has_a_colour() -> None:
-    assert set(plot_step_time.COLOURS) == {c.name for c in CONTENDERS if c.name != c.peer}
+    assert set(plot_step_time.COLOURS) == {c.name for c in (*CONTENDERS, *GPU_CONTENDERS) if c.name != c.peer}
 
 
 @pytest.mark.usefixtures("_keep_threads")
@@ -271,7 +347,10 @@ def test_the_readme_has_the_modelled_times(tmp_path: Path) -> None:
             assert f"| {each} | " + " | ".join(times) + " |" in page
 
 
-HELPFUL = [step_time, plot_step_time, training_step, sharded_step, plot_sharded_step, collective_cost, roofline]
+HELPFUL = [
+    *(step_time, plot_step_time, host_work, training_step),
+    *(sharded_step, plot_sharded_step, collective_cost, roofline),
+]
 
 
 @pytest.mark.parametrize("module", HELPFUL)

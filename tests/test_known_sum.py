@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from swd_fused import FusedAdamS
+from tests.definition import AdamS, wide
 from tests.ranks import once_on_ranks
 from tests.runs import defined, error, random_grads, random_params, steps_for
 from tests.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
@@ -53,6 +54,20 @@ def test_a_known_sum_gives_the_same_step(backend: str, max_grad_norm: float | No
     torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("numel", [None, NUMEL])
+def test_a_known_sum_without_bias_correction(backend: str, numel: int | None) -> None:
+    class Uncorrected(AdamS):
+        def bias_correction(self, beta: float, i: int) -> np.ndarray:
+            return wide(1.0)
+
+    params, grads, optimizer = prepared(backend, bias_correction=False)
+    reference = defined(params, grads, GROUPS, Uncorrected, lr=0.01)
+    for step_grads in grads:
+        set_grads(params, step_grads)
+        optimizer.step(grad_sumsq=sumsq(step_grads), numel=numel)
+    assert error(params, reference.params) < 1e-14
+
+
 def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither gradients nor moments are read before the update, but for the first time."""
     params, grads, optimizer = prepared(backend)
@@ -84,6 +99,16 @@ def test_parts_of_a_step_share_a_known_sum(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
 
 
+def test_a_step_that_is_skipped_by_parts_counts_once(backend: str) -> None:
+    params, grads, optimizer = prepared(backend, skip_nonfinite=True)
+    for known in (torch.nan, 1.0, torch.inf, torch.inf):
+        for param, grad in zip(params, grads[0], strict=True):
+            param.grad = grad.clone()
+            optimizer.step(grad_sumsq=known, numel=NUMEL)
+            param.grad = None
+    assert int(optimizer.skipped_steps) == 3
+
+
 def test_a_provider_is_asked_in_each_step(backend: str) -> None:
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
@@ -94,6 +119,27 @@ def test_a_provider_is_asked_in_each_step(backend: str) -> None:
         optimizer.step()
     assert error(params, reference.params) < 1e-14
     assert next(asked, None) is None
+
+
+def test_sums_known_with_and_without_numel_take_turns(backend: str) -> None:
+    params, grads, optimizer = prepared(backend)
+    reference = defined(params, grads, GROUPS, lr=0.01)
+    for t, step_grads in enumerate(grads):
+        set_grads(params, step_grads)
+        optimizer.step(grad_sumsq=sumsq(step_grads), numel=NUMEL if t % 2 == 0 else None)
+    assert error(params, reference.params) < 1e-14
+
+
+def test_a_skipped_step_with_a_known_sum_leaves_sums_right(backend: str) -> None:
+    params, grads, optimizer = prepared(backend, skip_nonfinite=True)
+    reference = defined(params, grads[:2], GROUPS, lr=0.01)
+    set_grads(params, grads[0])
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step(grad_sumsq=torch.inf, numel=NUMEL)
+    set_grads(params, grads[1])
+    optimizer.step()
+    assert error(params, reference.params) < 1e-14
 
 
 def test_known_and_computed_sums_take_turns(backend: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
+from swd_fused.upload import moved
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
 
@@ -125,6 +126,20 @@ def test_a_first_step_may_be_skipped(backend: str) -> None:
     assert not torch.equal(params[0], start)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU is not waited for")
+def test_the_first_step_that_is_taken_is_exact(backend: str) -> None:
+    """GradScaler skips the first few until its scale fits. A lagged mean of nothing would mean no decay."""
+    params, grads = random_params([(5,)]), random_grads([(5,)], 3)
+    peers = copy.deepcopy(params)
+    run(peers, grads, fused(peers, [{"params": [0]}], schedule="lagged", backend=backend))
+    optimizer = fused(params, [{"params": [0]}], schedule="lagged", backend=backend)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    run(params, [[torch.full((5,), torch.inf)]] * 2, optimizer)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    run(params, grads, optimizer)
+    assert torch.equal(params[0], peers[0])
+
+
 def test_several_buckets_skip_together(backend: str) -> None:
     """The infinity is in one of them only."""
     params = [*random_params([(20,)]), *random_params([(20,)])]
@@ -135,6 +150,16 @@ def test_several_buckets_skip_together(backend: str) -> None:
     run(params, [[torch.randn(20), torch.full((20,), torch.inf)]], optimizer)
     assert all(map(torch.equal, before, everything(optimizer, params)))
     assert int(optimizer.skipped_steps) == 1
+
+
+def test_skipped_steps_are_counted_in_one_place(backend: str) -> None:
+    """A CUDA graph goes on adding to the tensor that it was captured with."""
+    params = random_params([(5,)])
+    optimizer = fused(params, [{"params": [0]}], skip_nonfinite=True, backend=backend)
+    run(params, [[torch.ones(5)]], optimizer)
+    count = optimizer.skipped_steps
+    run(params, [[torch.full((5,), torch.nan)]] * 2, optimizer)
+    assert int(count) == 2
 
 
 def test_skipped_steps_survive_a_copy() -> None:
@@ -154,3 +179,31 @@ def test_groups_differ_and_infinities_are_found_in_any(backend: str) -> None:
         before = everything(optimizer, params)
         run(params, [poisoned], optimizer)
         assert all(map(torch.equal, before, everything(optimizer, params)))
+
+
+def test_scales_need_not_be_as_the_kernels_read_them(backend: str) -> None:
+    """Another dtype stands for another device, which is converted in the same place."""
+    params, grads = random_params([(5,)]), random_grads([(5,)], 2)
+    peers = copy.deepcopy(params)
+    run(peers, grads, fused(peers, [{"params": [0]}], backend=backend))
+    optimizer = fused(params, [{"params": [0]}], backend=backend)
+    optimizer.grad_scale = torch.tensor(4.0, dtype=torch.float64)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros(1, dtype=torch.float64)  # type: ignore[attr-defined]
+    run(params, [[4 * grad for grad in step_grads] for step_grads in grads], optimizer)
+    assert torch.equal(params[0], peers[0])
+
+
+def test_what_goes_to_the_cpu_is_waited_for() -> None:
+    """A copy from a GPU that is not would be read too early: parameters on the CPU, GradScaler's numbers on the GPU."""
+    waits = {}
+
+    class Elsewhere(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.to:
+                waits[args[1].type] = not (kwargs or {}).get("non_blocking", False)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    for device in ("cpu", "meta"):
+        moved(torch.ones(()).as_subclass(Elsewhere), torch.device(device), torch.float64)
+    assert waits == {"cpu": True, "meta": False}

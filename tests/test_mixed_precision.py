@@ -59,6 +59,19 @@ def test_only_16_bit_parameters_get_masters(backend: str) -> None:
     assert ["master_param" in optimizer.state[param] for param in params] == [True, False]
 
 
+def test_a_model_that_is_converted_between_steps_gets_the_state_it_needs(backend: str) -> None:
+    params = [*random_params([(5,)]), *random_params([(5,)], torch.bfloat16)]
+    optimizer = fused(params, [{"params": [0, 1]}], master_weights=True, backend=backend)
+    for dtype, has_master in ((torch.float32, False), (torch.float16, True), (torch.float64, False)):
+        params[0].grad = None
+        params[0].data = params[0].data.to(dtype)
+        run(params, [[torch.ones_like(param) for param in params]], optimizer)
+        wanted = torch.float64 if dtype == torch.float64 else torch.float32
+        assert optimizer.state[params[0]]["exp_avg_sq"].dtype == wanted
+        assert ("master_param" in optimizer.state[params[0]]) == has_master
+    assert float(optimizer.state[params[0]]["step"]) == 3
+
+
 def test_masters_follow_a_model_that_was_loaded(backend: str) -> None:
     """Where parameters were changed; elsewhere they keep their precision."""
     params, grads = random_params([(40,)], torch.bfloat16), random_grads([(40,)], 4, torch.bfloat16)
@@ -74,6 +87,28 @@ def test_masters_follow_a_model_that_was_loaded(backend: str) -> None:
     assert torch.equal(master[:20], torch.full((20,), 7.0))
     assert torch.equal(master[20:], before[20:])
     assert not torch.equal(before[20:], before[20:].bfloat16().float())
+
+
+def test_masters_follow_after_a_step_that_was_refused(backend: str) -> None:
+    """Each in a bucket of its own; the first no longer has its master's shape."""
+    params = random_params([(5,), (5,)], torch.bfloat16)
+    groups = [{"params": [0], "amsgrad": True}, {"params": [1]}]
+    optimizer = fused(params, groups, master_weights=True, lr=0.0, backend=backend)
+    run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    value = params[0].data
+    with torch.no_grad():
+        params[0].data = torch.zeros(1, dtype=torch.bfloat16)
+        params[0].fill_(3.0)
+        params[1].fill_(7.0)
+    before = optimizer.state[params[0]]["master_param"].clone()
+    params[0].grad = None
+    with pytest.raises(RuntimeError, match=r"state of shape \(5,\).* now has shape \(1,\)"):
+        run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    assert torch.equal(optimizer.state[params[0]]["master_param"], before)
+    params[0].grad = None
+    params[0].data = value
+    run(params, [[torch.ones_like(param) for param in params]], optimizer)
+    assert torch.equal(optimizer.state[params[1]]["master_param"], torch.full((5,), 7.0))
 
 
 def test_stochastic_rounding_is_unbiased(backend: str) -> None:
@@ -125,6 +160,19 @@ def test_stochastic_rounding_is_reproducible(backend: str) -> None:
     assert all(map(torch.equal, once, again))
     assert not any(map(torch.equal, once, other))
     assert all(map(torch.equal, once, rounded_run(backend, 1, steps, resume_at=steps // 2)))
+
+
+def test_stochastic_rounding_with_moments_of_a_float64_run(backend: str) -> None:
+    """Which are kept as they are, so that the update is computed in float64."""
+    before = [torch.nn.Parameter(torch.ones(1000, dtype=torch.float64))]
+    saved = fused(before, ONE, backend=backend)
+    run(before, [[torch.ones(1000, dtype=torch.float64)]], saved)
+    params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
+    optimizer = fused(params, ONE, stochastic_rounding=True, backend=backend)
+    optimizer.load_state_dict(saved.state_dict())
+    optimizer.param_groups[0].update(lr=1e-3, weight_decay=0.0)
+    run(params, [[torch.ones(1000, dtype=torch.bfloat16)]], optimizer)
+    assert float((1 - params[0].detach().double()).mean()) == pytest.approx(1e-3, rel=0.2)
 
 
 def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from swd_fused.backends import triton_operands
 from swd_fused.backends.triton_parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
+from swd_fused.triton_kernels.tables import ALIGNED, GROUP
 from swd_fused.upload import upload
 from tests.runs import random_grads, random_params, run
 from tests.triton_launches import launches
@@ -71,7 +72,7 @@ def test_tensors_keep_their_numbers() -> None:
     assert segments == [(3, 0, 600), (8, 0, 5)]
 
 
-FLOATS = Dtypes(*[torch.float32] * 5)
+FLOATS = Dtypes(*[torch.float32] * len(Dtypes._fields))
 
 
 @pytest.mark.parametrize(("numels", "programs"), [([5, 6], 2), ([5000], 10), ([10**6], 100), ([0], 1), ([0, 0], 1)])
@@ -155,8 +156,8 @@ def test_the_table_has_the_tensors_addresses(uploads: list[Tensor]) -> None:
         tensors = param, param.grad, state["exp_avg"], state["exp_avg_sq"]
         assert row[:4] == [tensor.data_ptr() for tensor in tensors]
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        assert row[5:7] == [aligned, group]
-    assert not rows[1][5]
+        assert (row[ALIGNED.value], row[GROUP.value]) == (aligned, group)
+    assert not rows[1][ALIGNED.value]
 
 
 def test_tensors_in_memory_order_are_not_copied() -> None:

@@ -24,8 +24,9 @@ def rounding_key(rounding_start, tensor_id, step, start):
 
 @triton.jit
 def stochastically_rounded(values, key_and_first, offsets):
-    """float32 values that bfloat16 can hold: what is cut off is how likely it is to round up."""
+    """As float32 values that bfloat16 can hold: what is cut off is how likely it is to round up."""
     key, first = key_and_first
+    values = values.to(tl.float32)
     noise = scrambled(key ^ ((first + offsets.to(tl.uint32)) * 0x9E3779B9)) >> 16
     bits = values.to(tl.uint32, bitcast=True)
     rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -1,0 +1,55 @@
+"""A CUDA or ROCm device under measurement: time on it, and the bandwidth of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# The host is ahead of the device by so many cycles, some milliseconds, when a step begins: its own work, which
+# benchmarks.host_work measures, does not show as a gap between launches.
+HEAD_START = 20_000_000
+
+# GB/s, by a part of the device's name, as the vendors state them. Two of these the driver's clock and bus width would
+# not tell: AMD's clock is that of commands.
+PEAKS = {
+    "MI300X": 5300.0,
+    "MI250X": 1638.4,  # one of its two dies, which is a device
+    "A100-SXM4-40GB": 1555.0,
+    "A100-SXM4-80GB": 2039.0,
+    "H100 80GB HBM3": 3350.0,
+    "H200": 4800.0,
+    "B200": 8000.0,
+}
+
+
+def missing() -> str | None:
+    """Why nothing can be measured on a GPU here, if that is so."""
+    if torch.cuda.is_available():
+        return None
+    return f"torch {torch.__version__} finds no CUDA or ROCm GPU here. Leave --device out to measure on the CPU."
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds on the device, from the first launch to the end of the last."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def peak_gb_per_s(name: str, clock_khz: int | None, bus_bits: int | None) -> float | None:
+    """Of the memory. Two transfers in a clock, if the device is not in the table; None if nothing is known."""
+    for part, peak in PEAKS.items():
+        if part in name:
+            return peak
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 if clock_khz and bus_bits else None
+
+
+def peak_here() -> float | None:
+    properties = torch.cuda.get_device_properties()
+    clock, bus = (getattr(properties, name, None) for name in ("memory_clock_rate", "memory_bus_width"))
+    return peak_gb_per_s(properties.name, clock, bus)
