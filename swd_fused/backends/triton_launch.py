@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -25,6 +26,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 # So many programs are resident with 64 registers for each thread, as the plain float32 step has them. Other variants
 # need more, and get it.
 PLAIN_REGISTERS = 64
+
+# Where another version of the compiler spills some of them even so, as Triton 3.9 does.
+MORE_REGISTERS = (80, 96, 128, 168)
 
 # In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
 # one another must have one only.
@@ -49,9 +53,16 @@ class Launcher:
         """Compiles for arguments of these dtypes; nothing is specialised to their values."""
         if self._compiled is None:
             with torch.cuda.device(self._device):
-                self._compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **self._options)
-                self._compiled[1, 1, 1]  # loads it, so that its registers are known
+                self._compiled = self._compile(args, self._options)
+                for most in MORE_REGISTERS:
+                    if self._compiled.n_spills and most > self._options.get("maxnreg", math.inf):
+                        self._compiled = self._compile(args, {**self._options, "maxnreg": most})
         return self._compiled
+
+    def _compile(self, args: Sequence[Tensor | torch.dtype | int], options: Mapping[str, Any]) -> Any:
+        compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **options)
+        compiled[1, 1, 1]  # loads it, so that its registers are known
+        return compiled
 
     def __call__(self, programs: int, *args: Tensor | int) -> None:
         if INTERPRETED:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from swd_fused.backends.triton_launch import Launcher
 from swd_fused.triton_kernels import kernels
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
@@ -70,3 +75,24 @@ def test_whole_blocks_are_read_and_written_in_128_bits(arch: int | str, configur
 def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(arch: int | str) -> None:
     cooperative = [kernel for kernel in KERNELS if submit(kernel, arch, "fp32").result().is_cooperative]
     assert cooperative == ["exact_step_kernel"]
+
+
+@pytest.mark.parametrize(("needed", "tried"), [(64, [64]), (90, [64, 80, 96]), (500, [64, 80, 96, 128, 168])])
+def test_a_compiler_that_spills_is_given_more_registers(
+    monkeypatch: pytest.MonkeyPatch, needed: int, tried: list[int]
+) -> None:
+    seen = []
+
+    class Loaded(SimpleNamespace):
+        def __getitem__(self, grid: tuple[int, int, int]) -> None:
+            self.n_spills = max(0, needed - self.registers)
+
+    def warmup(*args: object, grid: tuple[int], maxnreg: int) -> Loaded:
+        seen.append(maxnreg)
+        return Loaded(registers=maxnreg)
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    kernel = SimpleNamespace(arg_names=[], warmup=warmup)
+    compiled = Launcher(kernel, torch.device("cuda"), {}, {"maxnreg": 64}).compiled()
+    assert seen == tried
+    assert compiled.registers == tried[-1]

@@ -262,6 +262,7 @@ BYTES = [
     (EXACT, "fp32", 4 + 16 + 12),
     (LAGGED, "fp32", 16 + 12),
     (EXACT, "bf16", 2 + 12 + 10),
+    (LAGGED, "bf16", 12 + 10),
     (EXACT, "bf16 with masters", 2 + 14 + 14),
     (EXACT, "all bf16", 2 + 8 + 6),
     (EXACT, "fp32 amsgrad", 4 + 12 + 20 + 16),
