@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEVICE ?= cpu
+# By file, since some files set up for minutes what their tests share.
+IN_PARALLEL := -n auto --dist loadfile
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 .PHONY: demo test test-gpu lint bench frameworks paper clean
@@ -10,8 +12,8 @@ demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
 
 test: lint
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu_code
+	$(BIN)/python -m pytest $(IN_PARALLEL)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest $(IN_PARALLEL) tests/gpu_code
 
 # On a machine with a CUDA or ROCm GPU, and a torch for it.
 test-gpu: $(VENV)/.with-demo,bench,test
@@ -30,6 +32,7 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work
+	$(BIN)/python -m benchmarks.mixed_precision
 endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.

@@ -18,6 +18,8 @@ from benchmarks import (
     collective_cost,
     gpu,
     host_work,
+    memory,
+    mixed_precision,
     plot_sharded_step,
     plot_step_time,
     roofline,
@@ -335,6 +337,27 @@ def test_collective_cost_command_and_page(tmp_path: Path) -> None:
             assert f"| {ranks:,} | " + " | ".join(f"{own[way]:.0f}" for way in order) + " |" in page
 
 
+@pytest.mark.usefixtures("_keep_threads")
+def test_mixed_precision_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each setting has torch's best first, to which the others are compared."""
+    monkeypatch.setitem(SUITES, "one-1M", Suite(((300,), (7, 5)), repeats=1))
+    mixed_precision.main(["--suite", "one-1M", "--repeats", "2", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "mixed_precision.csv")
+    assert {row["setting"] for row in rows} == {"float32", "bfloat16 with masters", "float16 with GradScaler"}
+    assert all(float(row["ratio"]) == 1.0 for row in rows if row["contender"] == row["peer"])
+    assert sum("FusedAdamS" in row["contender"] for row in rows) == 5
+
+
+def test_memory_is_that_of_the_readme(tmp_path: Path) -> None:
+    memory.main(["--out", str(tmp_path)])
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = {row["choice"]: row for row in rows_of(tmp_path / "memory.csv")}
+    assert len(rows) == len(memory.CHOICES)
+    for name in ("float32", "float32, first moment bfloat16", "bfloat16, master weights"):
+        sizes = (f"{float(rows[name][column]):g}" for column in ("parameter", "gradient", "state", "all"))
+        assert f"| {name} | {' | '.join(sizes)} |" in readme
+
+
 def test_the_readme_has_the_modelled_times(tmp_path: Path) -> None:
     roofline.main(["--out", str(tmp_path / "roofline.csv")])
     rows = read_rows(tmp_path / "roofline.csv")
@@ -348,8 +371,16 @@ def test_the_readme_has_the_modelled_times(tmp_path: Path) -> None:
 
 
 HELPFUL = [
-    *(step_time, plot_step_time, host_work, training_step),
-    *(sharded_step, plot_sharded_step, collective_cost, roofline),
+    step_time,
+    plot_step_time,
+    host_work,
+    memory,
+    mixed_precision,
+    training_step,
+    sharded_step,
+    plot_sharded_step,
+    collective_cost,
+    roofline,
 ]
 
 

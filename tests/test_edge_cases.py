@@ -59,7 +59,7 @@ def test_segments_that_are_full(backend: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_thousands_of_tiny_tensors(backend: str) -> None:
     """More than the interpreted kernels add up at once, in any case."""
-    assert_as_defined(backend, [(1 + i % 5,) for i in range(140 if is_interpreted(backend) else 3000)], steps=2)
+    assert_as_defined(backend, [(1 + i % 5,) for i in range(130 if is_interpreted(backend) else 3000)], steps=2)
 
 
 def test_a_large_matrix_of_few_rows(backend: str) -> None:

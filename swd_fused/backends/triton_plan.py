@@ -116,7 +116,8 @@ def variant_of(bucket: Bucket, dtypes: Dtypes) -> Variant:
 def launcher_for(
     kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
 ) -> Launcher:
-    warp_size = 32 if triton_launch.INTERPRETED else torch.cuda.get_device_properties(device).warp_size
+    # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
+    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     options = compile_options(kernel, dtypes, variant, torch.version.hip is not None, warp_size)
     return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
 
