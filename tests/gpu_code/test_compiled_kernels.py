@@ -14,11 +14,11 @@ from swd_fused.triton_kernels import kernels
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
 
 KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
-UPDATES = ["exact_step_kernel", "lagged_step_kernel", "update_kernel"]
 CASES = [
     *(("exact_step_kernel", arch, configuration) for configuration in CONFIGURATIONS for arch in ARCHITECTURES),
     *((kernel, arch, "fp32") for kernel in KERNELS if kernel != "exact_step_kernel" for arch in ARCHITECTURES),
-    *((kernel, 90, name) for kernel in UPDATES[1:] for name in CONFIGURATIONS if name != "fp32"),
+    *(("lagged_step_kernel", 90, configuration) for configuration in CONFIGURATIONS if configuration != "fp32"),
+    *(("update_kernel", 90, configuration) for configuration in ("bf16", "fp64", "bf16 with masters", "fp32 amsgrad")),
     *((kernel, 90, "fp32 amsgrad") for kernel in ("max_exp_avg_sq_sum_kernel", "stored_sums_kernel")),
 ]
 
