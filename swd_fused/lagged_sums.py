@@ -40,7 +40,7 @@ class LaggedSums:
         if self._reduction is None:
             return _first_number(buckets, collective, total_numel, amsgrad, loss_scale)
         sums = self._reduction.finish()
-        if self._sums is None and sums.is_cpu and not sums[1] > 0:  # all steps so far were skipped
+        if loss_scale.may_skip and self._sums is None and sums.is_cpu and not sums[1] > 0:  # all so far were skipped
             return _first_number(buckets, collective, total_numel, amsgrad, loss_scale)
         # A step in which no rank had a gradient left nothing.
         self._sums = sums if self._sums is None else torch.where(sums[1] > 0, sums, self._sums)

@@ -305,8 +305,8 @@ class FusedAdamS(InAdamWTerms):
         )
         use_lagged = self._needs_one_pass() and not (first and collective.is_local)
         took_last_step = (before or self._arrangement).buckets if use_lagged else []
-        if use_lagged and collective.is_local and all(bucket.is_known_to_be_new() for bucket in took_last_step):
-            use_lagged = False
+        if use_lagged and loss_scale.may_skip and collective.is_local:
+            use_lagged = not all(bucket.is_known_to_be_new() for bucket in took_last_step)
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
 
         def number() -> Number:
