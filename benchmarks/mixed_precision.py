@@ -122,13 +122,19 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
     return result
 
 
+def converted(params: Sequence[Tensor], dtype: torch.dtype, scale: float) -> list[Tensor]:
+    result = [torch.nn.Parameter(param.detach().to(dtype)) for param in params]
+    for param, given in zip(result, params, strict=True):
+        assert given.grad is not None
+        param.grad = given.grad.mul_(scale).to(dtype)
+    return list(result)
+
+
 def measure(setting: str, suite: str, repeats: int, progress: Progress) -> list[Row]:
     dtype, contenders = settings()[setting]
-    params = [torch.nn.Parameter(param.detach().to(dtype)) for param in parameters(SUITES[suite].shapes)]
     scale = SCALE if "GradScaler" in setting else 1.0
-    for param in params:
-        param.grad = torch.randn(param.shape).mul_(1e-4 * scale).to(dtype)
-    steps = [build(params) for build in contenders.values()]
+    # Each has parameters of its own: masters follow parameters that others write to, which takes longer than a step.
+    steps = [build(converted(parameters(SUITES[suite].shapes), dtype, scale)) for build in contenders.values()]
     task = progress.add_task(setting, total=repeats + WARM_UP_ROUNDS)
     other_load = OtherLoad()
     times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task))
