@@ -127,35 +127,22 @@ class WholeModelSum:
         loaded: Callable[[], tuple[Tensor, Tensor]],
     ) -> Number:
         """`loaded()` adds up the state as it is, on all ranks: the sum of v, and steps taken."""
+        assert known.numel is not None
         ids = set(map(id, params))
         self.goes_on = self._number is not None and self._stepped.isdisjoint(ids)
-        if self._number is None or not self.goes_on:
-            self._stepped = set()
-            self._number = self._next(known, beta2, bias_correction, max_grad_norm, loss_scale, collective, loaded)
-        self._stepped |= ids
-        return self._number
-
-    def _next(
-        self,
-        known: Known,
-        beta2: float,
-        bias_correction: bool,
-        max_grad_norm: float | None,
-        loss_scale: LossScale,
-        collective: Collective,
-        loaded: Callable[[], tuple[Tensor, Tensor]],
-    ) -> Number:
-        assert known.numel is not None
+        self._stepped = self._stepped | ids if self.goes_on else ids
+        if self._number is not None and self.goes_on:
+            return self._number
         if self._sum is None or self._steps is None:
             self._sum, self._steps = loaded()
         grad_norm, grad_factor, grad_sum = _factored(known, max_grad_norm, loss_scale, collective.device)
         skip = skipped(loss_scale, grad_norm, collective)
-        taken = 1.0 if skip is None else 1 - skip
         next_sum = beta2 * self._sum + (1 - beta2) * grad_sum
         self._sum = next_sum if skip is None else torch.where(skip != 0, self._sum, next_sum)
-        self._steps = self._steps + taken
+        self._steps = self._steps + (1.0 if skip is None else 1 - skip)
         mean = self._sum / (1 - bias_correction * beta2**self._steps) / known.numel
-        return Number(mean, grad_norm, grad_factor, skip)
+        self._number = Number(mean, grad_norm, grad_factor, skip)
+        return self._number
 
 
 def sums_of_state(

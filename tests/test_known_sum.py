@@ -227,3 +227,17 @@ def test_a_known_sum_on_shards(with_numel: bool) -> None:
         record, all_reduces = answers[with_numel]
         assert distance(record, reference) < 1e-10
         assert all_reduces == ([1, 0, 0, 0] if with_numel else [1, 1, 1, 1])
+
+
+@pytest.mark.backends(interpreted=False)
+def test_a_skipped_step_does_not_advance_the_sum_of_the_whole_model(backend: str) -> None:
+    """Neither what it adds up nor the steps by which its bias is corrected."""
+    means = []
+    for sums in ([5.0, 5.0], [5.0, float("inf"), 5.0]):
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer = FusedAdamS([param], skip_nonfinite=True, backend=backend)
+        for grad_sumsq in sums:
+            param.grad = torch.ones(5)
+            optimizer.step(grad_sumsq=grad_sumsq, numel=5)
+        means.append(float(optimizer.exp_avg_sq_mean))
+    assert means[0] == means[1] == pytest.approx(1.0)

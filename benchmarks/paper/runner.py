@@ -49,12 +49,12 @@ def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
     store = Store(place.store)
     with_eigenvalues = {run.training for run in runs if run.eigenvalues}
     every = [run for run in dict.fromkeys(runs) if run not in with_eigenvalues]
-    todo = [run for run in every if store.find(run) is None]
+    remaining = [run for run in every if store.find(run) is None]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=sum(run.epochs for run in every))
-        progress.advance(bar, sum(run.epochs for run in every) - sum(run.epochs for run in todo))
-        done = len(every) - len(todo)
+        progress.advance(bar, sum(run.epochs for run in every) - sum(run.epochs for run in remaining))
+        done = len(every) - len(remaining)
 
         def finished(count: int) -> None:
             nonlocal done
@@ -66,15 +66,15 @@ def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
 
         finished(0)
         if place.workers == 1:
-            for run in todo:
+            for run in remaining:
                 carry_out(run, place, epoch_passed)
                 finished(1)
-        elif todo:
-            _in_processes(todo, place, epoch_passed, finished)
+        elif remaining:
+            _in_processes(remaining, place, epoch_passed, finished)
 
 
 def _in_processes(
-    todo: Sequence[Run], place: Place, epoch_passed: Callable[[], None], finished: Callable[[int], None]
+    remaining: Sequence[Run], place: Place, epoch_passed: Callable[[], None], finished: Callable[[int], None]
 ) -> None:
     """One thread in each process: these nets are so small that a second one gains less than a second run."""
     context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ def _in_processes(
     threads = max(1, torch.get_num_threads() // place.workers)
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(place.workers, context, _begin, (epochs, threads)) as pool:
-        waiting = {pool.submit(_work, run, place) for run in todo}
+        waiting = {pool.submit(_work, run, place) for run in remaining}
         try:
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
