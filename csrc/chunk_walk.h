@@ -27,6 +27,8 @@ class ChunkWalk {
     first_cost_.push_back(first_cost_.back() + numel + TENSOR_COST);
   }
 
+  const std::vector<int64_t>& numels() const { return numels_; }
+
   // Calls f(tensor, begin, end) -> Sum for each chunk and returns the sums by tensor, each taken in the order
   // of its chunks. A thread walks a contiguous share; backward, it meets first what it read last when it
   // walked forward, which is then still in its cache.

@@ -7,6 +7,7 @@
 
 #include "blocks.h"
 #include "operand.h"
+#include "operands.h"
 
 namespace swd {
 
@@ -32,31 +33,20 @@ double stored_chunk(const Operand& averaged, int64_t begin, int64_t end) {
   return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) { return sum(averaged.read(scratch, i, n), n); });
 }
 
-struct AmsgradOperands {
-  Operand exp_avg_sq, max_exp_avg_sq, grad;
-  bool in_double;
-};
-
-template <typename T, typename Operands>
+template <typename T>
 double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
   T scratch[3][BLOCK];
   return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
-    return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.max_exp_avg_sq.read(scratch[1], i, n),
+    return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.averaged.read(scratch[1], i, n),
                            x.grad.read(scratch[2], i, n), n, scalars);
   });
 }
-
-struct UpdateOperands {
-  Operand param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad;
-  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
-  bool in_double;
-};
 
 // With a key, bfloat16 parameters are rounded by chance.
 using RoundingKey = std::optional<uint32_t>;
 
 template <typename T>
-void write_param(const UpdateOperands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
+void write_param(const Operands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
   if (!key || !x.param.is_bfloat16()) return x.param.write(param, begin, n);
   if constexpr (std::is_same_v<T, float>) {
     x.param.write_stochastically(param, begin, n, *key);
@@ -68,8 +58,8 @@ void write_param(const UpdateOperands& x, const T* param, int64_t begin, int64_t
 }
 
 template <typename T>
-UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key,
-                        int64_t begin, int64_t end) {
+UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
+                        int64_t end) {
   T scratch[5][BLOCK];
   const Operand& weight = x.master ? *x.master : x.param;
   return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
@@ -79,9 +69,9 @@ UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>&
     T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
     const T* grad = x.grad.read(scratch[3], i, n);
     if (amsgrad) {
-      T* max_exp_avg_sq = x.max_exp_avg_sq.read(scratch[4], i, n);
+      T* max_exp_avg_sq = x.averaged.read(scratch[4], i, n);
       sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
-      x.max_exp_avg_sq.write(max_exp_avg_sq, i, n);
+      x.averaged.write(max_exp_avg_sq, i, n);
     } else {
       sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
     }
@@ -90,8 +80,7 @@ UpdateSums update_chunk(const UpdateOperands& x, bool amsgrad, const Scalars<T>&
     x.exp_avg.write(exp_avg, i, n);
     x.exp_avg_sq.write(exp_avg_sq, i, n);
     // The sum is that of what is stored, or it would drift from it.
-    const Operand& averaged = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
-    if (!averaged.is<T>()) sums.averaged = sum(averaged.read(scratch[4], i, n), n);
+    if (!x.averaged.is<T>()) sums.averaged = sum(x.averaged.read(scratch[4], i, n), n);
     return sums;
   });
 }

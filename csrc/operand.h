@@ -64,18 +64,40 @@ class WalkOrder {
   std::vector<int64_t> dims_;
 };
 
+// Dimensions that are walked as one: `size` elements, `stride` apart.
+struct Run {
+  int64_t size, stride;
+};
+
+// Dimensions in the order of the walk, outermost first, neighbours merged where memory allows. None if the elements lie
+// one behind the other.
+inline std::vector<Run> runs_of(const View& view, const WalkOrder& order) {
+  std::vector<Run> runs;
+  if (order.row_major() && view.is_contiguous()) return runs;
+  for (int64_t i = 0; i < view.dim(); ++i) {
+    const Run run{view.sizes[order[i]], view.strides[order[i]]};
+    if (run.size == 1) continue;
+    if (!runs.empty() && runs.back().stride == run.size * run.stride) {
+      runs.back() = {runs.back().size * run.size, run.stride};
+    } else {
+      runs.push_back(run);
+    }
+  }
+  if (runs.size() == 1 && runs[0].stride == 1) runs.clear();
+  return runs;
+}
+
 class Operand {
  public:
-  Operand(const View& view, const WalkOrder& order) : data_(view.data), dtype_(view.dtype) {
-    if (order.row_major() && view.is_contiguous()) return;
-    collect_runs(view, order);
-    if (runs_.size() == 1 && runs_[0].stride == 1) runs_.clear();
-  }
+  Operand() = default;
+  // `runs` must outlive it.
+  Operand(char* data, ScalarType dtype, const Run* runs, size_t run_count)
+      : data_(data), dtype_(dtype), runs_(runs), run_count_(run_count) {}
 
   // The address of an element, if `n` elements from it on are a plain array of T.
   template <typename T>
   T* direct(int64_t begin) const {
-    return dense() && dtype_ == scalar_type_of<T> ? reinterpret_cast<T*>(data_) + begin : nullptr;
+    return dense() && is<T>() ? reinterpret_cast<T*>(data_) + begin : nullptr;
   }
 
   template <typename T>
@@ -112,24 +134,7 @@ class Operand {
   }
 
  private:
-  struct Run {
-    int64_t size, stride;
-  };
-
-  bool dense() const { return runs_.empty(); }
-
-  // Dimensions in the order of the walk, outermost first, neighbours merged where memory allows.
-  void collect_runs(const View& view, const WalkOrder& order) {
-    for (int64_t i = 0; i < view.dim(); ++i) {
-      const Run run{view.sizes[order[i]], view.strides[order[i]]};
-      if (run.size == 1) continue;
-      if (!runs_.empty() && runs_.back().stride == run.size * run.stride) {
-        runs_.back() = {runs_.back().size * run.size, run.stride};
-      } else {
-        runs_.push_back(run);
-      }
-    }
-  }
+  bool dense() const { return run_count_ == 0; }
 
   // Calls f(pointer, stride, offset, count) for each stretch of equal stride among n elements from begin on.
   template <typename F>
@@ -150,13 +155,13 @@ class Operand {
   void visit_as(int64_t begin, int64_t n, const F& f) const {
     S* base = reinterpret_cast<S*>(data_);
     if (dense()) return f(base + begin, 1, 0, n);
-    const Run inner = runs_.back();
+    const Run inner = runs_[run_count_ - 1];
     for (int64_t done = 0; done < n;) {
       int64_t outer = (begin + done) / inner.size;
       const int64_t first = (begin + done) % inner.size;
       const int64_t count = std::min(n - done, inner.size - first);
       S* start = base + first * inner.stride;
-      for (auto run = runs_.rbegin() + 1; run != runs_.rend(); ++run) {
+      for (const Run* run = runs_ + run_count_ - 1; run-- != runs_;) {
         start += outer % run->size * run->stride;
         outer /= run->size;
       }
@@ -165,9 +170,10 @@ class Operand {
     }
   }
 
-  char* data_;
-  ScalarType dtype_;
-  std::vector<Run> runs_;  // empty: one array
+  char* data_ = nullptr;
+  ScalarType dtype_ = ScalarType::Float;
+  const Run* runs_ = nullptr;
+  size_t run_count_ = 0;  // 0: one array
 };
 
 }  // namespace swd

@@ -3,28 +3,37 @@
 #include <torch/csrc/stable/library.h>
 
 #include "huge_pages.h"
+#include "operands.h"
 #include "passes.h"
 
 STABLE_TORCH_LIBRARY(swd_fused, m) {
-  m.def("gradient_sums(Tensor[] grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
-      "max_exp_avg_sq_sum(Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] grads, Tensor steps, Tensor groups, "
-      "Tensor hyper, Tensor? grad_factor) -> Tensor");
+      "layouts(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] masters, "
+      "Tensor[] grads) -> Tensor");
+  m.def(
+      "gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor "
+      "groups, Tensor hyper) -> "
+      "Tensor");
+  m.def(
+      "max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups, Tensor "
+      "hyper, Tensor? "
+      "grad_factor) -> Tensor");
   m.def("last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) -> Tensor");
   m.def(
-      "update_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!)[] masters, Tensor(f!) sums, Tensor(g!) steps, Tensor[] grads, Tensor groups, Tensor tensor_ids, "
+      "update_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
+      "groups, Tensor tensor_ids, "
       "Tensor hyper, Tensor exp_avg_sq_mean, Tensor? grad_factor, Tensor? skip, int? rounding_seed) -> Tensor");
   m.def(
-      "step_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!)[] masters, Tensor(f!) sums, Tensor(g!) steps, Tensor[] grads, Tensor numels, Tensor groups, "
-      "Tensor tensor_ids, Tensor hyper, float? max_grad_norm, bool lagged, Tensor? grad_scale, Tensor? found_inf, "
-      "bool skip_nonfinite, int? rounding_seed) -> Tensor");
+      "step_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
+      "groups, Tensor tensor_ids, "
+      "Tensor hyper, float? max_grad_norm, bool lagged, Tensor? grad_scale, Tensor? found_inf, bool skip_nonfinite, "
+      "int? rounding_seed) -> Tensor");
   m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swd_fused, CPU, m) {
+  m.impl("layouts", TORCH_BOX(&swd::layouts));
   m.impl("gradient_sums", TORCH_BOX(&swd::gradient_sums));
   m.impl("max_exp_avg_sq_sum", TORCH_BOX(&swd::max_exp_avg_sq_sum));
   m.impl("last_exp_avg_sq_sum", TORCH_BOX(&swd::last_exp_avg_sq_sum));

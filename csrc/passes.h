@@ -1,46 +1,43 @@
-// The two passes of a step over lists of CPU tensors, and what their sums are rebuilt from.
+// The two passes of a step over CPU tensors, and what their sums are rebuilt from.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <vector>
+
+#include "operands.h"
 
 namespace swd {
 
-using torch::stable::Tensor;
-using TensorList = std::vector<Tensor>;
-
-// By tensor: `sums` (float64) are those of exp_avg_sq, or of max_exp_avg_sq with amsgrad; `steps` (float32) counts the
-// steps taken so far; `groups` (int64) is the row of the `hyper` table (float64, see schedule.h) that holds for it.
-// `tensor_ids` (int64) tell tensors apart where rounding is by chance. Single float64 numbers are `exp_avg_sq_mean`,
-// `grad_factor` (what gradients are multiplied by: the clip factor, divided by the loss scale; none is 1) and `skip`
-// (not 0: change nothing). v^ is the second moment after bias correction.
+// `layouts`, `addresses` and `grad_addresses` are the tensors of a step, see operands.h. By tensor: `sums` (float64)
+// are those of exp_avg_sq, or of max_exp_avg_sq with amsgrad; `steps` (float32) counts the steps taken so far; `groups`
+// (int64) is the row of the `hyper` table (float64, see schedule.h) that holds for it. `tensor_ids` (int64) tell
+// tensors apart where rounding is by chance. Single float64 numbers are `exp_avg_sq_mean`, `grad_factor` (what
+// gradients are multiplied by: the clip factor, divided by the loss scale; none is 1) and `skip` (not 0: change
+// nothing). v^ is the second moment after bias correction.
 
 // Pass 1. Returns the sum of grad^2 and, for the sum of v^ after this step, the part carried over from the step before
 // and the part that comes from these gradients: carried + grad_factor^2 * fresh.
-Tensor gradient_sums(TensorList grads, Tensor sums, Tensor steps, Tensor groups, Tensor hyper);
+Tensor gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor groups,
+                     Tensor hyper);
 
 // Pass 1 of amsgrad, which has no recursion: the sum of v^ after this step.
-Tensor max_exp_avg_sq_sum(TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList grads, Tensor steps,
-                          Tensor groups, Tensor hyper, std::optional<Tensor> grad_factor);
+Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups,
+                          Tensor hyper, std::optional<Tensor> grad_factor);
 
 // Instead of pass 1: the sum of v^ as the step before left it, and its count, over tensors that have taken a step.
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper);
 
-// Pass 2. `max_exp_avg_sqs` is empty without amsgrad, `masters` without master weights, of which `params` are else the
-// rounded copies. With a seed, bfloat16 parameters are rounded by chance. Advances `steps`, leaves the next step's
-// `sums`, and returns the sum of grad^2.
-Tensor update_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList masters, Tensor sums, Tensor steps, TensorList grads, Tensor groups, Tensor tensor_ids,
-               Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor, std::optional<Tensor> skip,
-               std::optional<int64_t> rounding_seed);
+// Pass 2: writes to these tensors. With a seed, bfloat16 parameters are rounded by chance. Advances `steps`,
+// leaves the next step's `sums`, and returns the sum of grad^2.
+Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
+               Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
+               std::optional<Tensor> skip, std::optional<int64_t> rounding_seed);
 
 // Both passes and the number between them, where these tensors are all there are. `grad_scale` and `found_inf` are
 // float32 numbers as torch.amp.GradScaler has them. Returns exp_avg_sq_mean, the gradients' norm, and whether the step
 // was skipped.
-Tensor step_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-             TensorList masters, Tensor sums, Tensor steps, TensorList grads, Tensor numels, Tensor groups,
+Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
              Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
              std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
              std::optional<int64_t> rounding_seed);

@@ -37,17 +37,16 @@ inline double clip_factor(double grad_norm, double max_grad_norm) {
   return factor > 1 ? 1 : factor;
 }
 
-template <typename T>
-Scalars<T> scalars_of(const Hyper& hyper, double step, double grad_factor, double decay_factor) {
-  return {static_cast<T>(hyper.sign * grad_factor),
-          static_cast<T>(hyper.l2),
-          static_cast<T>(1 - hyper.beta1),
-          static_cast<T>(hyper.beta2),
-          static_cast<T>(1 - hyper.beta2),
-          static_cast<T>(1 / std::sqrt(bias_correction(hyper.beta2, step, hyper))),
-          static_cast<T>(hyper.eps),
-          static_cast<T>(decay_factor),
-          static_cast<T>(hyper.lr / bias_correction(hyper.beta1, step, hyper))};
+inline Scalars<double> scalars_of(const Hyper& hyper, double step, double grad_factor, double decay_factor) {
+  return {hyper.sign * grad_factor,
+          hyper.l2,
+          1 - hyper.beta1,
+          hyper.beta2,
+          1 - hyper.beta2,
+          1 / std::sqrt(bias_correction(hyper.beta2, step, hyper)),
+          hyper.eps,
+          decay_factor,
+          hyper.lr / bias_correction(hyper.beta1, step, hyper)};
 }
 
 }  // namespace swd

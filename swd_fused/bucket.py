@@ -129,6 +129,8 @@ class Bucket:
         if self._has_views:
             pairs = zip(self._whole_params, grads, strict=True)
             grads = [_as_real(local_grad(param, grad)) for param, grad in pairs]
+        if any(map(Tensor.is_neg, grads)):  # lazily negated: what lies there has the other sign
+            grads = [grad.resolve_neg() for grad in grads]
         if self.masters and self._param_versions != _versions(self.params):
             self._follow_params()
         self.grads = grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -39,22 +40,41 @@ SKIP = torch.tensor(1.0, dtype=torch.float64)
 SCALE, FOUND = torch.tensor([1024.0]), torch.tensor([0.0])
 
 
-def written(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> tuple[object, ...]:
+Lists = list[list[torch.Tensor]]
+
+
+def lists(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> Lists:
     optional = tensors() if amsgrad else [], tensors() if masters else []
-    return tensors(dtype), tensors(), tensors(), *optional, SUMS.clone(), STEPS.clone()
+    return [tensors(dtype), tensors(), tensors(), *optional, tensors(dtype)]
+
+
+def described(lists: Lists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+    return ops.layouts(*lists), torch.tensor(list(chain.from_iterable(addresses[:-1]))), torch.tensor(addresses[-1])
+
+
+KEPT = []  # what operators are told the addresses of
+
+
+def operands(dtype: torch.dtype, **options: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    KEPT.append(lists(dtype, **options))
+    return described(KEPT[-1])
 
 
 def update_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[object, ...]:
-    return *written(dtype, **options), tensors(dtype), GROUPS, torch.arange(4), hyper(), MEAN, *scalars
+    own = *operands(dtype, **options), GROUPS, torch.arange(4)
+    return SUMS.clone(), STEPS.clone(), *own, hyper(), MEAN, *scalars
 
 
 def step_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[object, ...]:
-    return *written(dtype, **options), tensors(dtype), torch.arange(4), GROUPS, torch.arange(4), hyper(), *scalars
+    return SUMS.clone(), STEPS.clone(), *operands(dtype, **options), GROUPS, torch.arange(4), hyper(), *scalars
 
 
 CALLS = [
-    ("gradient_sums", lambda: (tensors(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
-    ("max_exp_avg_sq_sum", lambda: (tensors(), tensors(), tensors(), STEPS, GROUPS, hyper(), FACTOR)),
+    ("layouts", lambda: tuple(lists(torch.float32))),
+    ("layouts", lambda: tuple(lists(torch.bfloat16, amsgrad=True, masters=True))),
+    ("gradient_sums", lambda: (*operands(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
+    ("max_exp_avg_sq_sum", lambda: (*operands(torch.float32, amsgrad=True), STEPS, GROUPS, hyper(), FACTOR)),
     ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
     ("update_", lambda: update_args(torch.float32, None, None, None)),
     ("update_", lambda: update_args(torch.float16, FACTOR, None, None, amsgrad=True, masters=True)),
@@ -76,14 +96,12 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
     """In every layout, for sizes around the blocks and chunks of the kernels."""
     for numel in (1, 8, 4095, 4097, 32769, 100_001):
         for amsgrad in (False, True):
-            lists = [[torch.rand(numel)] for _ in range(5)]
-            lists[0][0] = torch.rand(2 * numel)[::2]
-            param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad = lists
+            exp_avg, exp_avg_sq, max_exp_avg_sq, grad = ([torch.rand(numel)] for _ in range(4))
+            param = [torch.rand(2 * numel)[::2]]
             averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
-            sums = torch.zeros(1, dtype=torch.float64)
-            changed = param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], sums, torch.zeros(1)
-            index = torch.tensor([0])
-            grad_sum = ops.update_(*changed, grad, index, index, hyper(), MEAN, None, None, None)
+            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], grad])
+            sums, index = torch.zeros(1, dtype=torch.float64), torch.tensor([0])
+            grad_sum = ops.update_(sums, torch.zeros(1), *of_these, index, index, hyper(), MEAN, None, None, None)
             assert torch.equal(sums, ops.exp_avg_sq_sums(averaged))
             torch.testing.assert_close(sums, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
             torch.testing.assert_close(grad_sum, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
@@ -102,26 +120,35 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
         table[0, 5] = max_decay
-        changed = [param], [zeros.clone()], [zeros.clone()], [], [], SUMS[:1].clone(), torch.zeros(1)
-        ops.update_(*changed, [zeros.to(dtype)], GROUPS[:1], GROUPS[:1], table, MEAN, None, None, None)
+        lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [zeros.to(dtype)]]
+        index = GROUPS[:1]
+        sums, steps = SUMS[:1].clone(), torch.zeros(1)
+        ops.update_(sums, steps, *described(lists), index, index, table, MEAN, None, None, None)
         expected = (values.to(computes_in) * torch.tensor(1 - max_decay, dtype=computes_in)).to(dtype)
         torch.testing.assert_close(param, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_check_what_they_are_given() -> None:
-    with pytest.raises(RuntimeError, match="must be float32, float64, bfloat16 or float16"):
-        ops.gradient_sums([torch.ones(3, dtype=torch.int32)] * 4, SUMS, STEPS, GROUPS, hyper())
+    good = lists(torch.float32)
+    with pytest.raises(RuntimeError, match="grad must be float32, float64, bfloat16 or float16"):
+        ops.layouts(*good[:-1], [grad.int() for grad in good[-1]])
+    with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
+        ops.layouts(good[0], good[1][:3], *good[2:])
+    with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):
+        ops.layouts(good[0], good[1][::-1], *good[2:])
+    layouts, addresses, grads = described(good)
     with pytest.raises(
         RuntimeError, match="steps must be contiguous, of the documented dtype, with at least 4 elements"
     ):
-        ops.gradient_sums(tensors(), SUMS, STEPS[:3], GROUPS, hyper())
+        ops.gradient_sums(layouts, addresses, grads, SUMS, STEPS[:3], GROUPS, hyper())
+    with pytest.raises(RuntimeError, match="grad_addresses must be contiguous"):
+        ops.gradient_sums(layouts, addresses, grads[:3], SUMS, STEPS, GROUPS, hyper())
+    with pytest.raises(RuntimeError, match="addresses must be contiguous, of the documented dtype, with at least 12 "):
+        ops.gradient_sums(layouts, addresses[:11], grads, SUMS, STEPS, GROUPS, hyper())
+    with pytest.raises(RuntimeError, match="a tensor has elements, but its memory was freed"):
+        ops.gradient_sums(layouts, addresses, torch.zeros_like(grads), SUMS, STEPS, GROUPS, hyper())
     with pytest.raises(RuntimeError, match="tensor 1 is of group 1, but hyper has 1 rows"):
-        ops.gradient_sums(tensors(), SUMS, STEPS, GROUPS, hyper()[:1])
-    args = update_args(torch.float32, None, None, None)
-    with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
-        ops.update_(args[0], args[1][:3], *args[2:])
-    with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):
-        ops.update_(args[0], args[1][::-1], *args[2:])
+        ops.gradient_sums(layouts, addresses, grads, SUMS, STEPS, GROUPS, hyper()[:1])
 
 
 def test_no_full_size_temporary() -> None:

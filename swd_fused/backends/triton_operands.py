@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swd_fused.backends.noticed import int64s, noticed
 from swd_fused.backends.triton_parts import ALIGNMENT
 from swd_fused.bucket import Bucket
 from swd_fused.triton_kernels.tables import ALIGNED, GRAD_ADDRESS, GROUP, TENSOR_COLUMNS, TENSOR_ID
@@ -36,19 +34,7 @@ class Operands:
     def refresh(self, bucket: Bucket) -> bool:
         """Before each step. Whether there are other dtypes than those that were seen last."""
         columns = columns_of(bucket)
-        try:
-            # Moments that are the same tensors at the same addresses have not changed otherwise, and of parameters the
-            # bucket knows the dtype. Column by column is faster than all of one kind at a time.
-            grads = list(map(Tensor.data_ptr, bucket.grads))
-            seen = [
-                *(list(map(Tensor.is_neg, bucket.grads)), list(map(attrgetter("dtype"), bucket.grads))),
-                *_forms(bucket.grads),
-                *(list(map(Tensor.data_ptr, bucket.params)), *_forms(bucket.params)),
-                list(map(Tensor.data_ptr, chain.from_iterable(columns[GRADS + 1 :]))),
-            ]
-        except RuntimeError:  # a sparse gradient, which `check` refuses in our words
-            bucket.check()
-            raise
+        seen, grads = noticed(bucket)
         before = self._dtypes
         if self._seen != seen or self._seen_grads != grads:
             is_new = self._seen != seen
@@ -88,17 +74,17 @@ class Operands:
         table = torch.zeros(len(bucket.params), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
         used = [column for column, tensors in enumerate(walked) if tensors and column != GRADS]
         for column in used:
-            table[:, column] = _int64s(map(Tensor.data_ptr, walked[column]))
-        table[:, GROUP.value] = _int64s(bucket.group_indices)
-        table[:, TENSOR_ID.value] = _int64s(bucket.numbers)
-        self._is_empty = _int64s([param.numel() for param in bucket.params]) == 0
+            table[:, column] = int64s(map(Tensor.data_ptr, walked[column]))
+        table[:, GROUP.value] = int64s(bucket.group_indices)
+        table[:, TENSOR_ID.value] = int64s(bucket.numbers)
+        self._is_empty = int64s([param.numel() for param in bucket.params]) == 0
         self._check_memory(table[:, used])
         self._others_are_aligned = (table[:, used] % ALIGNMENT == 0).all(1)
         self._host_table = table
 
     def _set_grads(self, bucket: Bucket, addresses: list[int]) -> None:
         """Often the only ones that have changed: a backward pass puts its gradients where there is room."""
-        grads = _int64s(addresses)
+        grads = int64s(addresses)
         if not all(addresses):
             bucket.check()
             self._check_memory(grads[:, None])
@@ -114,15 +100,6 @@ class Operands:
             raise RuntimeError("FusedAdamS got a tensor that has elements, but whose memory was freed.")
 
 
-def _forms(tensors: list[Tensor]) -> tuple[list[int], list[Any]]:
-    return list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
-
-
-def _int64s(values: Iterable[int]) -> Tensor:
-    """Faster than torch.tensor, by much."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
     """As the kernels' table has them. The last two may be empty."""
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
@@ -130,11 +107,8 @@ def columns_of(bucket: Bucket) -> list[list[Tensor]]:
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:
-    """The tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy.
-
-    Elements of a lazily negated one do not: what lies there has the other sign.
-    """
-    if not tensor.is_neg() and all(
+    """The tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy."""
+    if all(
         stride == wanted or size == 1
         for size, stride, wanted in zip(tensor.shape, tensor.stride(), layout.stride(), strict=True)
     ):

@@ -1,0 +1,119 @@
+#include "operands.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+
+#include "arguments.h"
+
+namespace swd {
+namespace {
+
+class LayoutWriter {
+ public:
+  void number(int64_t value) { numbers_.push_back(value); }
+
+  void layout(const View& view, const WalkOrder& order) {
+    const std::vector<Run> runs = runs_of(view, order);
+    number(static_cast<int64_t>(view.dtype));
+    number(static_cast<int64_t>(runs.size()));
+    for (const Run& run : runs) {
+      number(run.size);
+      number(run.stride);
+    }
+    room_for_runs_ += 2 * (view.dim() - static_cast<int64_t>(runs.size()));
+  }
+
+  // Its length follows from the tensors' dimensions, whatever their strides are: tracing must be able to tell.
+  Tensor tensor() {
+    numbers_.resize(numbers_.size() + room_for_runs_);
+    return as_tensor(numbers_, ScalarType::Long);
+  }
+
+ private:
+  int64_t room_for_runs_ = 0;
+  std::vector<int64_t> numbers_;
+};
+
+void check_like(const View& view, const View& like, const char* name) {
+  check_dtype(view, name);
+  STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
+                  "swd_fused: ", name, " must have its parameter's shape");
+}
+
+void check_length(const TensorList& list, size_t tensors, const char* name) {
+  STD_TORCH_CHECK(list.size() == tensors, "swd_fused: got ", list.size(), " ", name, " for ", tensors, " parameters");
+}
+
+}  // namespace
+
+Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+               TensorList masters, TensorList grads) {
+  const size_t tensors = params.size();
+  const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty();
+  check_length(exp_avgs, tensors, "exp_avgs");
+  check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
+  if (amsgrad) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
+  if (has_masters) check_length(masters, tensors, "masters");
+  check_length(grads, tensors, "grads");
+  LayoutWriter writer;
+  writer.number(static_cast<int64_t>(tensors));
+  writer.number(amsgrad);
+  writer.number(has_masters);
+  for (size_t t = 0; t < tensors; ++t) {
+    const View param(params[t]), exp_avg_sq(exp_avg_sqs[t]);
+    const View averaged = amsgrad ? View(max_exp_avg_sqs[t]) : exp_avg_sq;
+    const WalkOrder order(averaged);
+    check_dtype(param, "param");
+    writer.number(param.numel());
+    writer.number(computes_in_double(averaged));
+    writer.layout(param, order);
+    const auto write = [&](const View& view, const char* name) {
+      check_like(view, param, name);
+      writer.layout(view, order);
+    };
+    write(View(exp_avgs[t]), "exp_avg");
+    write(exp_avg_sq, "exp_avg_sq");
+    if (amsgrad) write(averaged, "max_exp_avg_sq");
+    if (has_masters) write(View(masters[t]), "master");
+    write(View(grads[t]), "grad");
+  }
+  return writer.tensor();
+}
+
+OperandsReader::OperandsReader(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
+    : at_(values<int64_t>(layouts, ScalarType::Long, 3, "layouts")),
+      size_(static_cast<size_t>(at_[0])),
+      amsgrad_(at_[1]),
+      masters_(at_[2]) {
+  at_ += 3;
+  addresses_ = values<int64_t>(addresses, ScalarType::Long, (3 + amsgrad_ + masters_) * size_, "addresses");
+  grad_addresses_ = values<int64_t>(grad_addresses, ScalarType::Long, size_, "grad_addresses");
+}
+
+Operands OperandsReader::next() {
+  const size_t tensor = next_++;
+  Operands x;
+  x.numel = *at_++;
+  x.in_double = *at_++;
+  size_t list = 0;
+  const auto read = [&] { return operand(addresses_[list++ * size_ + tensor], x.numel); };
+  x.param = read();
+  x.exp_avg = read();
+  x.exp_avg_sq = read();
+  x.averaged = amsgrad_ ? read() : x.exp_avg_sq;
+  if (masters_) x.master = read();
+  x.grad = operand(grad_addresses_[tensor], x.numel);
+  return x;
+}
+
+Operand OperandsReader::operand(int64_t address, int64_t numel) {
+  STD_TORCH_CHECK(address != 0 || numel == 0, "swd_fused: a tensor has elements, but its memory was freed");
+  const ScalarType dtype = static_cast<ScalarType>(at_[0]);
+  const size_t run_count = static_cast<size_t>(at_[1]);
+  const Run* runs = reinterpret_cast<const Run*>(at_ + 2);
+  at_ += 2 + run_count * (sizeof(Run) / sizeof(int64_t));
+  return Operand(reinterpret_cast<char*>(address), dtype, runs, run_count);
+}
+
+}  // namespace swd

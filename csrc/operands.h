@@ -1,0 +1,52 @@
+// All tensors of a step as numbers that are kept from step to step: lists of a thousand tensors, passed across the ABI
+// in each step anew, took longer than updating them.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "operand.h"
+
+namespace swd {
+
+using torch::stable::Tensor;
+using TensorList = std::vector<Tensor>;
+
+// All that belongs to one parameter. `averaged` is max_exp_avg_sq with amsgrad, and exp_avg_sq without.
+struct Operands {
+  int64_t numel;
+  bool in_double;  // what computes
+  Operand param, exp_avg, exp_avg_sq, averaged, grad;
+  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
+};
+
+// Checks that all tensors fit their parameters, and describes how each lies in memory. `max_exp_avg_sqs` is empty
+// without amsgrad, `masters` without master weights, of which `params` are else the rounded copies.
+Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+               TensorList masters, TensorList grads);
+
+// Reads that, together with addresses: of all tensors but the gradients, list by list; and of the gradients, which are
+// what moves from step to step.
+class OperandsReader {
+ public:
+  OperandsReader(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses);
+
+  size_t size() const { return size_; }
+  bool amsgrad() const { return amsgrad_; }
+
+  // To be called `size` times.
+  Operands next();
+
+ private:
+  Operand operand(int64_t address, int64_t numel);
+
+  const int64_t* at_;
+  const int64_t* addresses_;
+  const int64_t* grad_addresses_;
+  size_t size_, next_ = 0;
+  bool amsgrad_, masters_;
+};
+
+}  // namespace swd
