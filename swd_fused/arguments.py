@@ -158,7 +158,7 @@ def check_state(params: list[Tensor], moments: list[list[Tensor]]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _message(name: str, got: object, wanted: str, advice: str = "") -> str:

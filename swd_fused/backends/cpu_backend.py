@@ -69,7 +69,7 @@ class Operands:
     grad_addresses: Tensor
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self._seen_grads: list[int] = []
         self._grads: list[Tensor] | None = None  # of the step that has begun
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class Operands:
     table: Tensor
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self._seen_grads: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
