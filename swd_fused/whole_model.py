@@ -27,6 +27,7 @@ class WholeModel:
         self._shardings: dict[int, Sharding] = {}  # by id of these, since asking a mesh takes long
         self._collective: Collective | None = None
         self._checked = False
+        self._local: Collective | None = None  # where there are no other ranks
 
     def sharding_of(self, param: Tensor, group: Group) -> Sharding:
         if not is_distributed():
@@ -40,7 +41,11 @@ class WholeModel:
         `check` is for steps that depend on it, so that shards which do not look like any must be noticed.
         """
         if not is_distributed():
-            return self.collective_of([(param, group) for group in groups for param in group["params"][:1]])
+            firsts = [(param, group) for group in groups for param in group["params"][:1]]
+            moved = firsts and self._local is not None and self._local.device != firsts[0][0].device
+            if self._local is None or moved:
+                self._local = self.collective_of(firsts)
+            return self._local
         params = list(chain.from_iterable(group["params"] for group in groups))
         if self._collective is None or not _are_the_same(params, self._params):
             by_group = [(param, group) for group in groups for param in group["params"]]
