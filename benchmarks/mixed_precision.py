@@ -1,7 +1,8 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
-Three settings: float32; bfloat16 parameters and gradients with float32 masters, as offloading keeps them; float16 with
-a GradScaler. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is installed and builds.
+Four settings: float32, without and with clipping; bfloat16 parameters and gradients with float32 masters, as offloading
+keeps them; float16 with a GradScaler. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is
+installed and builds. What it computes is AdamW, as does FusedAdamS with decay="decoupled".
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import SCHEDULED_WEIGHT_DECAY, Step, parameters
+from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Step, parameters
 from benchmarks.other_load import OtherLoad, warn_of_other_load
 from benchmarks.suites import SUITES
 from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
@@ -35,6 +37,19 @@ SCALE = 1024.0
 
 def fused_adams(**options: Any) -> Build:
     return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
+
+
+def with_clipping(build: Build) -> Build:
+    def build_with_clipping(params: Sequence[Tensor]) -> Step:
+        step = build(params)
+
+        def clip_and_step() -> None:
+            clip_grad_norm_(params, MAX_GRAD_NORM)
+            step()
+
+        return clip_and_step
+
+    return build_with_clipping
 
 
 def with_masters(build: Build) -> Build:
@@ -97,6 +112,14 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
                 "AdamW fused": adamw,
                 "FusedAdamS exact": fused_adams(),
                 "FusedAdamS lagged": fused_adams(schedule="lagged"),
+                "FusedAdamS decoupled": fused_adams(decay="decoupled"),
+            },
+        ),
+        "float32 with clipping": (
+            torch.float32,
+            {
+                "AdamW fused + clip_grad_norm_": with_clipping(adamw),
+                "FusedAdamS exact": fused_adams(max_grad_norm=MAX_GRAD_NORM),
             },
         ),
         "bfloat16 with masters": (
@@ -118,6 +141,7 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
     deepspeed = deepspeed_cpu_adam()
     if not isinstance(deepspeed, str):
         result["float32"][1]["DeepSpeedCPUAdam"] = deepspeed
+        result["float32 with clipping"][1]["DeepSpeedCPUAdam + clip_grad_norm_"] = with_clipping(deepspeed)
         result["bfloat16 with masters"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
     return result
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "float16_arrays.h"
 #include "random_bits.h"
 
 // Plain loops, vectorised by the compiler for each of these instruction sets. Older compilers and other
@@ -44,6 +45,9 @@ SWD_INLINE To narrow(T x) {
 // The branch on the stride lets the compiler vectorise the dense case.
 template <typename T, typename From>
 SWD_INLINE void load_each(T* __restrict block, const From* __restrict src, int64_t stride, int64_t n) {
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<From, Float16Bits>) {
+    if (stride == 1 && HAS_FLOAT16_INSTRUCTIONS) return widen_array(block, src, n);
+  }
   if (stride == 1) {
     for (int64_t i = 0; i < n; ++i) block[i] = static_cast<T>(widen(src[i]));
   } else {
@@ -53,6 +57,9 @@ SWD_INLINE void load_each(T* __restrict block, const From* __restrict src, int64
 
 template <typename T, typename To>
 SWD_INLINE void store_each(To* __restrict dst, int64_t stride, const T* __restrict block, int64_t n) {
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<To, Float16Bits>) {
+    if (stride == 1 && HAS_FLOAT16_INSTRUCTIONS) return narrow_array(dst, block, n);
+  }
   if (stride == 1) {
     for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(block[i]);
   } else {
