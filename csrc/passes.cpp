@@ -82,7 +82,7 @@ class Walk {
     const auto scalars = of.each([&](const Hyper& hyper, double before) {
       return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
     });
-    const auto results =
+    const auto emitted =
         chunks_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
           const Operands& x = operands_[t];
           const auto key = rounding.key(t, of.step(t));
@@ -90,10 +90,10 @@ class Walk {
                              : update_chunk<float>(x, amsgrad_, scalars[t].as<float>(), key, begin, end);
         });
     double grad_sum = 0;
-    for (size_t t = 0; t < results.size(); ++t) {
-      sums[t] = results[t].averaged;
+    for (size_t t = 0; t < emitted.size(); ++t) {
+      sums[t] = emitted[t].averaged;
       steps[t] += 1;
-      grad_sum += results[t].grad;
+      grad_sum += emitted[t].grad;
     }
     return grad_sum;
   }

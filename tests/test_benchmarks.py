@@ -343,9 +343,10 @@ def test_mixed_precision_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(SUITES, "one-1M", Suite(((300,), (7, 5)), repeats=1))
     mixed_precision.main(["--suite", "one-1M", "--repeats", "2", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "mixed_precision.csv")
-    assert {row["setting"] for row in rows} == {"float32", "bfloat16 with masters", "float16 with GradScaler"}
+    settings = {"float32", "float32 with clipping", "bfloat16 with masters", "float16 with GradScaler"}
+    assert {row["setting"] for row in rows} == settings
     assert all(float(row["ratio"]) == 1.0 for row in rows if row["contender"] == row["peer"])
-    assert sum("FusedAdamS" in row["contender"] for row in rows) == 5
+    assert sum("FusedAdamS" in row["contender"] for row in rows) == 7
 
 
 def test_memory_is_that_of_the_readme(tmp_path: Path) -> None:
