@@ -83,7 +83,6 @@ def steps(backend: str, options: dict[str, object], between: Callable[[Params, F
         (replace_moment, another_order),
     ],
 )
-@pytest.mark.backends(split=True)
 def test_a_tensor_may_move_between_steps(
     backend: str, move: Callable[..., None], change: Callable[[Tensor], Tensor], options: dict[str, object]
 ) -> None:
@@ -93,7 +92,7 @@ def test_a_tensor_may_move_between_steps(
         torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.backends(without=("torch",), split=True)
+@pytest.mark.backends(without=("torch",))
 def test_a_parameter_may_come_to_lie_otherwise_in_the_same_place(backend: str) -> None:
     results = []
     for name in (backend, "torch"):
