@@ -41,6 +41,8 @@ def check_total_numel(total_numel: object) -> None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
+    if _is_plain(group):
+        return
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if name == "lr" and isinstance(value, Tensor):
@@ -57,6 +59,25 @@ def check_group(group: Mapping[str, Any]) -> None:
                 "max_decay", group["max_decay"], "a number in (0, 1]", "1 bounds a step at removing the whole weight."
             )
         )
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Floats that are right: what groups mostly hold, and all that is asked of them before each step."""
+    lr, betas, eps, weight_decay, max_decay = map(
+        group.__getitem__, ("lr", "betas", "eps", "weight_decay", "max_decay")
+    )
+    return (
+        type(lr) is type(eps) is type(weight_decay) is type(max_decay) is float
+        and type(betas) is tuple
+        and len(betas) == 2
+        and type(betas[0]) is type(betas[1]) is float
+        and 0 <= lr < math.inf
+        and 0 <= eps < math.inf
+        and 0 <= weight_decay < math.inf
+        and 0 < max_decay <= 1
+        and 0 <= betas[0] < 1
+        and 0 <= betas[1] < 1
+    )
 
 
 def check_lr_value(lr: float | Tensor) -> None:

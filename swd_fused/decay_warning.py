@@ -29,7 +29,7 @@ class DecayWarning:
             return
         tensor_lrs = [group["lr"].reshape(()) for group in groups if isinstance(group["lr"], Tensor)]
         if exp_avg_sq_mean.is_cpu:
-            self._warn_if_bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], groups)
+            self._warn_if_bound([value.item() for value in (exp_avg_sq_mean, *tensor_lrs)], groups)
             return
         if exp_avg_sq_mean.is_cuda and torch.cuda.is_current_stream_capturing():
             return

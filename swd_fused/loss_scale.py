@@ -24,6 +24,8 @@ class LossScale(NamedTuple):
 
     def on(self, device: torch.device) -> LossScale:
         """As kernels read it: GradScaler's device need not be that of the parameters."""
+        if self.grad_scale is None and self.found_inf is None:
+            return self
         scale, found = (None if value is None else moved(value.detach(), device, torch.float32) for value in self[:2])
         return LossScale(scale, found, self.skip_nonfinite)
 
