@@ -66,6 +66,13 @@ def test_debians_fashion_mnist_is_found_without_a_folder(tmp_path: Path, monkeyp
     assert len(IMAGES["fashion-mnist"](tmp_path / "cifar only").train_labels) == 5
 
 
+def test_folders_with_the_names_of_fashion_mnists_files_are_passed_over(tmp_path: Path) -> None:
+    for stem in write_fashion(tmp_path / "fashion-mnist"):
+        (tmp_path / stem).mkdir()
+        (tmp_path / "fashion-mnist" / stem).mkdir()
+    assert len(IMAGES["fashion-mnist"](tmp_path).train_labels) == 5
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -125,6 +132,17 @@ def test_cifar_is_read_in_both_formats(tmp_path: Path, name: str, binary: bool) 
     assert data.classes == CASES[name][3]
 
 
+@pytest.mark.parametrize("binary", [False, True], ids=["python", "binary"])
+@pytest.mark.parametrize("name", CASES)
+def test_folders_with_the_names_of_cifars_files_are_passed_over(tmp_path: Path, name: str, binary: bool) -> None:
+    """Such as ImageNet's, with which CIFAR-100 may share the folder."""
+    write_cifar(tmp_path, name, binary)
+    for file in ("val", *CASES[name][0]):
+        (tmp_path / file).mkdir()
+        (tmp_path / f"{file}.bin").mkdir()
+    assert len(IMAGES[name](tmp_path).test_labels) == 4
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("true",)
@@ -171,6 +189,13 @@ def test_empty_penn_treebank_is_refused(tmp_path: Path) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("")
     with pytest.raises(DataError, match="0 words"):
+        TEXTS["penn-treebank"](tmp_path)
+
+
+def test_penn_treebank_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_bytes(b"a caf\xe9 \n")
+    with pytest.raises(DataError, match=r"ptb\.train\.txt is no text in UTF-8"):
         TEXTS["penn-treebank"](tmp_path)
 
 

@@ -302,6 +302,23 @@ def test_missing_data_end_the_command_with_a_message(tmp_path: Path) -> None:
         command("table1", "--preset", "paper", "--task", "cifar10/resnet18", "--workers", "1", "--out", tmp_path)
 
 
+def test_a_short_text_ends_the_command_with_a_message(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c \n")
+    with pytest.raises(SystemExit, match="training part of penn-treebank has 4 words, too short"):
+        command("lstm", "--preset", "paper", "--data", tmp_path, "--workers", "1", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda" if not torch.cuda.is_available() else "cuda:99"])
+def test_a_device_that_is_not_there_is_an_argument_error(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["lstm", "--preset", "tiny", "--out", str(tmp_path), "--device", device])
+    assert exit_info.value.code == 2
+    assert f"--device {device} cannot be used here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("table9",), ("table1", "--seeds", "0"), ("table1", "--task", "mnist/lenet"), ("lstm", "--preset", "slow")],

@@ -19,7 +19,7 @@ class ImageNet:
     size = 224
 
     def __init__(self, root: Path | None, device: torch.device) -> None:
-        folder = find_folder(root, ["imagenet"], ["train", "val"], "ImageNet")
+        folder = find_folder(root, ["imagenet"], ["train", "val"], "ImageNet", Path.is_dir)
         try:
             from torchvision import transforms
             from torchvision.datasets import ImageFolder
