@@ -8,12 +8,13 @@ import pickle
 import struct
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.paper.data import IMAGES, TEXTS, DataError, load_images, load_text
+from benchmarks.paper.data import IMAGES, TEXTS, DataError, check_images, load_images, load_text
 from benchmarks.paper.data.images import Tensors, flipped_and_cropped
 
 CPU = torch.device("cpu")
@@ -234,6 +235,21 @@ def test_missing_imagenet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(DataError, match="Install the torchvision"):
         load_images("imagenet", tmp_path, CPU, 0)
+
+
+def test_imagenet_without_the_same_classes_in_both_parts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("train/cat", "train/dog", "val/cat"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1.jpeg").touch()
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(DataError, match="2 classes in train/ and 1 in val/"):
+        check_images("imagenet", tmp_path)
+    (tmp_path / "val" / "dog" / "2.jpeg").touch()
+    check_images("imagenet", tmp_path)
 
 
 # --- Batches

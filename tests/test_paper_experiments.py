@@ -6,9 +6,10 @@ import csv
 import io
 import math
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,10 @@ def _one_thread() -> Iterator[None]:
 
 def command(*arguments: str | Path) -> None:
     cli.main([*map(str, arguments), "--device", "cpu"])
+
+
+def nothing_is_missing(runs: Sequence[Run], root: Path | None) -> None:
+    pass
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
@@ -144,7 +149,8 @@ def test_two_processes_give_the_same_as_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failing_run_in_another_process_is_reported(tmp_path: Path) -> None:
+def test_a_failing_run_in_another_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "check_needs", nothing_is_missing)
     place = Place(tmp_path, tmp_path / "runs", "cpu", workers=2)
     run = PAPER.tables[0].run("AdamS", 5e-4, 0)
     with pytest.raises(DataError, match="CIFAR-10"):
@@ -155,6 +161,7 @@ def test_a_failing_run_in_another_process_is_reported(tmp_path: Path) -> None:
 def test_experiments_share_their_runs(preset: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carried_out: list[Run] = []
     monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
+    monkeypatch.setattr(runner, "check_needs", nothing_is_missing)
     runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(preset)]
     runner.run_all(runs, Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
     trained = [run.training for run in carried_out]
@@ -300,6 +307,38 @@ def test_help_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None
 def test_missing_data_end_the_command_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"CIFAR-10.*--data DIR"):
         command("table1", "--preset", "paper", "--task", "cifar10/resnet18", "--workers", "1", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_missing_data_are_noticed_before_anything_is_trained(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(*arguments: object) -> None:
+        raise AssertionError("trained before it was known that all data are there")
+
+    monkeypatch.setattr(runner, "carry_out", trained)
+    monkeypatch.setattr(runner, "_in_processes", trained)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    place, first = Place(tmp_path, tmp_path / "runs", "cpu", workers), TINY.gradnorm.run("Adam", 0.0, 0)
+    missing = {
+        "CIFAR-100": PAPER.schedule[1],
+        "Penn TreeBank": PAPER.language,
+        "resnet50 is torchvision's": PAPER.large[0],
+        "ImageNet": replace(PAPER.large[0], model="resnet18"),
+    }
+    for message, task in missing.items():
+        with pytest.raises(DataError, match=message):
+            runner.run_all([first, task.run("AdamS", 5e-4, 0)], place, Console(quiet=True))
+
+
+def test_what_only_finished_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = PAPER.schedule[1].run("AdamS", 5e-4, 0)
+    Store(tmp_path).save(finished, Trained([], []), {})
+    carried_out: list[Run] = []
+    monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
+    first = TINY.gradnorm.run("Adam", 0.0, 0)
+    runner.run_all([finished, first], Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
+    assert carried_out == [first]
 
 
 def test_a_short_text_ends_the_command_with_a_message(tmp_path: Path) -> None:

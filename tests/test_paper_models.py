@@ -75,7 +75,7 @@ def test_resnet50_is_torchvisions() -> None:
 def test_resnet50_without_torchvision_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(RuntimeError, match="Install the torchvision"):
+    with pytest.raises(DataError, match="Install the torchvision"):
         IMAGE_MODELS["resnet50"](3, 1000, 224)
 
 

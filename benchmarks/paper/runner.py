@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from benchmarks.paper.language_training import train_language
 from benchmarks.paper.models import LANGUAGE_MODELS
+from benchmarks.paper.needs import check_needs
 from benchmarks.paper.run import Run
 from benchmarks.paper.store import Store, conditions
 from benchmarks.paper.training import train_images
@@ -50,6 +51,7 @@ def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
     with_eigenvalues = {run.training for run in runs if run.eigenvalues}
     every = [run for run in dict.fromkeys(runs) if run not in with_eigenvalues]
     remaining = [run for run in every if store.find(run) is None]
+    check_needs(remaining, place.data)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=sum(run.epochs for run in every))
