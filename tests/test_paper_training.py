@@ -216,6 +216,18 @@ def test_top_eigenvalues_are_those_of_the_whole_hessian() -> None:
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
 
 
+def test_batches_of_images_bound_the_memory_and_give_the_same_eigenvalues() -> None:
+    sizes: list[int] = []
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model.register_forward_hook(lambda module, inputs, outputs: sizes.append(len(outputs)))
+    images, labels = torch.randn(20, 1, 2, 2, dtype=torch.float64), torch.randint(3, (20,))
+    whole = top_eigenvalues(model, images, labels, 4, seed=0)
+    assert set(sizes) == {20}
+    sizes.clear()
+    assert top_eigenvalues(model, images, labels, 4, seed=0, most_pixels=4 * 8) == pytest.approx(whole, rel=1e-9)
+    assert set(sizes) == {8, 4}
+
+
 def test_a_run_can_end_with_eigenvalues() -> None:
     trained = train_images(replace(RUN, eigenvalues=3, hessian_images=32), None, CPU, ignored)
     assert len(trained.eigenvalues) == 3
