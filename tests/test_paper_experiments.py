@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
-from benchmarks.paper import cli, runner
+from benchmarks.paper import cli, runner, sharpness_training
 from benchmarks.paper.data import DataError
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import DRAWINGS
@@ -137,6 +137,37 @@ def test_an_interrupted_command_goes_on_where_it_was(
     command(*arguments)
     assert len(carried_out) == len(runs) + 1
     assert f"{len(runs)} of {len(runs)} runs" in capsys.readouterr().out
+
+
+def test_a_trained_net_outlives_a_failure_in_its_eigenvalues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*arguments: object) -> None:
+        raise MemoryError
+
+    def trained_again(*arguments: object) -> None:
+        raise AssertionError("the net was there")
+
+    run = TINY.sharpness.run("AdamS", 5e-4, 0)
+    without, place = (Place(None, tmp_path / name, "cpu", workers=1) for name in ("without", "with"))
+    runner.carry_out(run, without, lambda: None)
+    expected = Store(without.store).load(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharpness_training, "top_eigenvalues", too_large)
+        with pytest.raises(MemoryError):
+            runner.carry_out(run, place, lambda: None)
+    store = Store(place.store)
+    assert store.find(run) is store.find(run.training) is None
+    [net] = place.store.iterdir()
+    torch.save({**torch.load(net), "effort": {"seconds": 1000.0, "warnings": 2}}, net)
+
+    told: list[None] = []
+    monkeypatch.setattr(sharpness_training, "train_model", trained_again)
+    runner.carry_out(run, place, lambda: told.append(None))
+    result = store.load(run)
+    assert (result["epochs"], result["eigenvalues"]) == (expected["epochs"], expected["eigenvalues"])
+    assert result["conditions"]["seconds"] > 1000
+    assert result["conditions"]["warnings"] == 2
+    assert len(told) == run.epochs
+    assert list(place.store.iterdir()) == [store.path(run)]
 
 
 def test_two_processes_give_the_same_as_one(tmp_path: Path) -> None:
