@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -203,13 +204,19 @@ def _beta2(group: dict[str, Any]) -> float:
     return float(group["betas"][1]) if "betas" in group else BETA2
 
 
+def _eps(group: dict[str, Any]) -> float:
+    """Adafactor has two in one entry, neither of which is Adam's."""
+    eps = group.get("eps")
+    return float(eps) if isinstance(eps, Real) else EPS
+
+
 def _schedule_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups as FusedAdamS would have them, for the schedule that both share."""
     return [
         {
             "lr": group["lr"],
             "betas": (0.0, _beta2(group)),
-            "eps": group.get("eps", EPS),
+            "eps": _eps(group),
             "weight_decay": group[LAMBDA],
             "max_decay": group[MOST],
             "maximize": False,

@@ -8,12 +8,13 @@ import pickle
 import struct
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.paper.data import IMAGES, TEXTS, DataError, load_images, load_text
+from benchmarks.paper.data import IMAGES, TEXTS, DataError, check_images, load_images, load_text
 from benchmarks.paper.data.images import Tensors, flipped_and_cropped
 
 CPU = torch.device("cpu")
@@ -64,6 +65,13 @@ def test_debians_fashion_mnist_is_found_without_a_folder(tmp_path: Path, monkeyp
     assert len(IMAGES["fashion-mnist"](None).train_labels) == 5
     (tmp_path / "cifar only").mkdir()
     assert len(IMAGES["fashion-mnist"](tmp_path / "cifar only").train_labels) == 5
+
+
+def test_folders_with_the_names_of_fashion_mnists_files_are_passed_over(tmp_path: Path) -> None:
+    for stem in write_fashion(tmp_path / "fashion-mnist"):
+        (tmp_path / stem).mkdir()
+        (tmp_path / "fashion-mnist" / stem).mkdir()
+    assert len(IMAGES["fashion-mnist"](tmp_path).train_labels) == 5
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,17 @@ def test_cifar_is_read_in_both_formats(tmp_path: Path, name: str, binary: bool) 
     assert data.classes == CASES[name][3]
 
 
+@pytest.mark.parametrize("binary", [False, True], ids=["python", "binary"])
+@pytest.mark.parametrize("name", CASES)
+def test_folders_with_the_names_of_cifars_files_are_passed_over(tmp_path: Path, name: str, binary: bool) -> None:
+    """Such as ImageNet's, with which CIFAR-100 may share the folder."""
+    write_cifar(tmp_path, name, binary)
+    for file in ("val", *CASES[name][0]):
+        (tmp_path / file).mkdir()
+        (tmp_path / f"{file}.bin").mkdir()
+    assert len(IMAGES[name](tmp_path).test_labels) == 4
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("true",)
@@ -174,6 +193,13 @@ def test_empty_penn_treebank_is_refused(tmp_path: Path) -> None:
         TEXTS["penn-treebank"](tmp_path)
 
 
+def test_penn_treebank_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_bytes(b"a caf\xe9 \n")
+    with pytest.raises(DataError, match=r"ptb\.train\.txt is no text in UTF-8"):
+        TEXTS["penn-treebank"](tmp_path)
+
+
 def test_pythons_documentation_is_a_text() -> None:
     text = load_text("python-documentation", None, CPU, 5000)
     assert len(text.train) == 5000 < len(load_text("python-documentation", None, CPU, 0).train)
@@ -209,6 +235,21 @@ def test_missing_imagenet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(DataError, match="Install the torchvision"):
         load_images("imagenet", tmp_path, CPU, 0)
+
+
+def test_imagenet_without_the_same_classes_in_both_parts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("train/cat", "train/dog", "val/cat"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1.jpeg").touch()
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(DataError, match="2 classes in train/ and 1 in val/"):
+        check_images("imagenet", tmp_path)
+    (tmp_path / "val" / "dog" / "2.jpeg").touch()
+    check_images("imagenet", tmp_path)
 
 
 # --- Batches

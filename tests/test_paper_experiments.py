@@ -6,9 +6,10 @@ import csv
 import io
 import math
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
-from benchmarks.paper import cli, runner
+from benchmarks.paper import cli, runner, sharpness_training
 from benchmarks.paper.data import DataError
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import DRAWINGS
@@ -58,6 +59,10 @@ def _one_thread() -> Iterator[None]:
 
 def command(*arguments: str | Path) -> None:
     cli.main([*map(str, arguments), "--device", "cpu"])
+
+
+def nothing_is_missing(runs: Sequence[Run], root: Path | None) -> None:
+    pass
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
@@ -134,6 +139,37 @@ def test_an_interrupted_command_goes_on_where_it_was(
     assert f"{len(runs)} of {len(runs)} runs" in capsys.readouterr().out
 
 
+def test_a_trained_net_outlives_a_failure_in_its_eigenvalues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*arguments: object) -> None:
+        raise MemoryError
+
+    def trained_again(*arguments: object) -> None:
+        raise AssertionError("the net was there")
+
+    run = TINY.sharpness.run("AdamS", 5e-4, 0)
+    without, place = (Place(None, tmp_path / name, "cpu", workers=1) for name in ("without", "with"))
+    runner.carry_out(run, without, lambda: None)
+    expected = Store(without.store).load(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharpness_training, "top_eigenvalues", too_large)
+        with pytest.raises(MemoryError):
+            runner.carry_out(run, place, lambda: None)
+    store = Store(place.store)
+    assert store.find(run) is store.find(run.training) is None
+    [net] = place.store.iterdir()
+    torch.save({**torch.load(net), "effort": {"seconds": 1000.0, "warnings": 2}}, net)
+
+    told: list[None] = []
+    monkeypatch.setattr(sharpness_training, "train_model", trained_again)
+    runner.carry_out(run, place, lambda: told.append(None))
+    result = store.load(run)
+    assert (result["epochs"], result["eigenvalues"]) == (expected["epochs"], expected["eigenvalues"])
+    assert result["conditions"]["seconds"] > 1000
+    assert result["conditions"]["warnings"] == 2
+    assert len(told) == run.epochs
+    assert list(place.store.iterdir()) == [store.path(run)]
+
+
 def test_two_processes_give_the_same_as_one(tmp_path: Path) -> None:
     for workers in ("1", "2"):
         command("lstm", "--preset", "tiny", "--seeds", "1", "--workers", workers, "--out", tmp_path / workers)
@@ -144,7 +180,8 @@ def test_two_processes_give_the_same_as_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failing_run_in_another_process_is_reported(tmp_path: Path) -> None:
+def test_a_failing_run_in_another_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "check_needs", nothing_is_missing)
     place = Place(tmp_path, tmp_path / "runs", "cpu", workers=2)
     run = PAPER.tables[0].run("AdamS", 5e-4, 0)
     with pytest.raises(DataError, match="CIFAR-10"):
@@ -155,6 +192,7 @@ def test_a_failing_run_in_another_process_is_reported(tmp_path: Path) -> None:
 def test_experiments_share_their_runs(preset: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carried_out: list[Run] = []
     monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
+    monkeypatch.setattr(runner, "check_needs", nothing_is_missing)
     runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(preset)]
     runner.run_all(runs, Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
     trained = [run.training for run in carried_out]
@@ -300,6 +338,55 @@ def test_help_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None
 def test_missing_data_end_the_command_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"CIFAR-10.*--data DIR"):
         command("table1", "--preset", "paper", "--task", "cifar10/resnet18", "--workers", "1", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_missing_data_are_noticed_before_anything_is_trained(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(*arguments: object) -> None:
+        raise AssertionError("trained before it was known that all data are there")
+
+    monkeypatch.setattr(runner, "carry_out", trained)
+    monkeypatch.setattr(runner, "_in_processes", trained)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    place, first = Place(tmp_path, tmp_path / "runs", "cpu", workers), TINY.gradnorm.run("Adam", 0.0, 0)
+    missing = {
+        "CIFAR-100": PAPER.schedule[1],
+        "Penn TreeBank": PAPER.language,
+        "resnet50 is torchvision's": PAPER.large[0],
+        "ImageNet": replace(PAPER.large[0], model="resnet18"),
+    }
+    for message, task in missing.items():
+        with pytest.raises(DataError, match=message):
+            runner.run_all([first, task.run("AdamS", 5e-4, 0)], place, Console(quiet=True))
+
+
+def test_what_only_finished_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = PAPER.schedule[1].run("AdamS", 5e-4, 0)
+    Store(tmp_path).save(finished, Trained([], []), {})
+    carried_out: list[Run] = []
+    monkeypatch.setattr(runner, "carry_out", lambda run, place, after_epoch: carried_out.append(run))
+    first = TINY.gradnorm.run("Adam", 0.0, 0)
+    runner.run_all([finished, first], Place(None, tmp_path, "cpu", workers=1), Console(quiet=True))
+    assert carried_out == [first]
+
+
+def test_a_short_text_ends_the_command_with_a_message(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c \n")
+    with pytest.raises(SystemExit, match="training part of penn-treebank has 4 words, too short"):
+        command("lstm", "--preset", "paper", "--data", tmp_path, "--workers", "1", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda" if not torch.cuda.is_available() else "cuda:99"])
+def test_a_device_that_is_not_there_is_an_argument_error(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["lstm", "--preset", "tiny", "--out", str(tmp_path), "--device", device])
+    assert exit_info.value.code == 2
+    assert f"--device {device} cannot be used here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.paper.data import DataError
 from benchmarks.paper.language_training import in_columns, stretches
 from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS
 
@@ -74,7 +75,7 @@ def test_resnet50_is_torchvisions() -> None:
 def test_resnet50_without_torchvision_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(RuntimeError, match="Install the torchvision"):
+    with pytest.raises(DataError, match="Install the torchvision"):
         IMAGE_MODELS["resnet50"](3, 1000, 224)
 
 
@@ -99,12 +100,12 @@ def test_language_model_carries_its_hidden_state() -> None:
 
 
 def test_text_is_cut_into_columns_and_every_word_but_the_first_is_a_target() -> None:
-    text = in_columns(torch.arange(203), 2)
+    text = in_columns(torch.arange(203), 2, "a text")
     assert text.shape == (101, 2)
     assert text[:3].tolist() == [[0, 101], [1, 102], [2, 103]]
     pieces = list(stretches(text))
     assert [len(tokens) for tokens, _ in pieces] == [35, 35, 30]
     assert torch.equal(torch.cat([targets for _, targets in pieces]), text[1:])
     assert all(torch.equal(tokens + 1, targets) for tokens, targets in pieces)
-    with pytest.raises(ValueError, match="too short"):
-        in_columns(torch.arange(5), 3)
+    with pytest.raises(DataError, match=r"a text has 5 words, too short .* wanted 6 words"):
+        in_columns(torch.arange(5), 3, "a text")

@@ -17,9 +17,11 @@ pytest.importorskip("sklearn")
 
 from benchmarks.paper.data import DataError, load_images
 from benchmarks.paper.hessian import top_eigenvalues
+from benchmarks.paper.kept_net import KeptNet
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
+from benchmarks.paper.sharpness_training import train_with_eigenvalues
 from benchmarks.paper.training import lr_schedule, train_images
 
 CPU = torch.device("cpu")
@@ -216,8 +218,23 @@ def test_top_eigenvalues_are_those_of_the_whole_hessian() -> None:
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
 
 
-def test_a_run_can_end_with_eigenvalues() -> None:
-    trained = train_images(replace(RUN, eigenvalues=3, hessian_images=32), None, CPU, ignored)
+def test_batches_of_images_bound_the_memory_and_give_the_same_eigenvalues() -> None:
+    sizes: list[int] = []
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model.register_forward_hook(lambda module, inputs, outputs: sizes.append(len(outputs)))
+    images, labels = torch.randn(20, 1, 2, 2, dtype=torch.float64), torch.randint(3, (20,))
+    whole = top_eigenvalues(model, images, labels, 4, seed=0)
+    assert set(sizes) == {20}
+    sizes.clear()
+    assert top_eigenvalues(model, images, labels, 4, seed=0, most_pixels=4 * 8) == pytest.approx(whole, rel=1e-9)
+    assert set(sizes) == {8, 4}
+
+
+def test_a_run_can_end_with_eigenvalues(tmp_path: Path) -> None:
+    run = replace(RUN, eigenvalues=3, hessian_images=32)
+    trained, effort = train_with_eigenvalues(run, None, CPU, ignored, KeptNet(tmp_path / "net.pt"))
+    assert trained.epochs == train_images(RUN, None, CPU, ignored).epochs
+    assert effort.seconds > 0
     assert len(trained.eigenvalues) == 3
     assert trained.eigenvalues == sorted(trained.eigenvalues, reverse=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -137,6 +138,39 @@ def test_takes_over_the_decay_of_any_optimizer(build: Any) -> None:
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param, twin, rtol=1e-12, atol=1e-13)
     assert [group["weight_decay"] for group in with_its_own.param_groups] == [0.0]
+
+
+CANNOT_BE_WRAPPED = {
+    torch.optim.Optimizer: "the base class has no step",
+    torch.optim.LBFGS: "evaluates a closure many times within a step",
+    torch.optim.SparseAdam: "takes sparse gradients only",
+}
+TORCHS_OWN = [
+    kind
+    for _, kind in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(kind, torch.optim.Optimizer) and kind not in CANNOT_BE_WRAPPED
+]
+
+
+@pytest.mark.parametrize("kind", TORCHS_OWN, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_can_be_wrapped(kind: Any) -> None:
+    shapes = [(30, 4), (11, 4)]  # Muon takes matrices only
+    params = random_params(shapes, torch.float64)
+    twins = copy.deepcopy(params)
+    grads = random_grads(shapes, 5, torch.float64)
+    run(params, grads, ScheduledWeightDecay(kind(params, lr=1e-2), weight_decay=1e-2))
+    without_decay = kind(twins, lr=1e-2)
+    for group in without_decay.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    by_hand(twins, grads, without_decay, 1e-2)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-8, atol=1e-8)  # their eps differ, up to Adadelta's 1e-6
+
+
+def test_torchs_optimizers_are_found() -> None:
+    assert {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SGD} < set(TORCHS_OWN)
+    assert len(TORCHS_OWN) >= 13
 
 
 def lambdas(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -66,6 +66,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.out = args.out or Path("results/paper" if args.preset == "quick" else f"results/paper-{args.preset}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not args.draw:
+        check_device(args.device, parser)
     if args.workers is None:
         args.workers = (os.cpu_count() or 1) if args.device == "cpu" else 1
     args.names = list(EXPERIMENTS) if args.experiment == ALL else [args.experiment]
@@ -73,6 +75,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.draw:
         args.names = [name for name in args.names if args.runs[name]]
     return args
+
+
+def check_device(name: str, parser: argparse.ArgumentParser) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last two where torch was built without it
+        reason = str(error).partition("\n")[0]
+        parser.error(f"--device {name} cannot be used here: {reason}. Wanted auto, cpu or one that this torch has.")
 
 
 def chosen_runs(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Run]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from benchmarks.paper.data import load_text
+from benchmarks.paper.data import DataError, Text, load_text
 from benchmarks.paper.models import LANGUAGE_MODELS
 from benchmarks.paper.models.language import LanguageModel
 from benchmarks.paper.optimizers import OPTIMIZERS
@@ -21,12 +21,23 @@ MAX_GRAD_NORM = 1.0
 TEST_COLUMNS = 10
 
 
-def in_columns(tokens: Tensor, columns: int) -> Tensor:
+def in_columns(tokens: Tensor, columns: int, what: str) -> Tensor:
     """(time, column): the text cut into as many pieces of equal length, side by side."""
     length = len(tokens) // columns
     if length < 2:
-        raise ValueError(f"a text of {len(tokens)} words is too short for {columns} columns of at least 2")
+        raise DataError(
+            f"{what} has {len(tokens)} words, too short for {columns} columns of at least 2, wanted {2 * columns} "
+            "words or more. Replace it by the whole text."
+        )
     return tokens[: length * columns].view(columns, length).t().contiguous()
+
+
+def both_parts(run: Run, data: Text) -> tuple[Tensor, Tensor]:
+    """For training and for testing, in columns."""
+    return (
+        in_columns(data.train, run.batch_size, f"the training part of {run.data}"),
+        in_columns(data.test, TEST_COLUMNS, f"the test part of {run.data}"),
+    )
 
 
 def stretches(text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -41,7 +52,7 @@ def train_language(run: Run, root: Path | None, device: torch.device, after_epoc
     torch.manual_seed(run.seed)
     model = LANGUAGE_MODELS[run.model](data.vocabulary).to(device)
     optimizer = OPTIMIZERS[run.optimizer].build(model.parameters(), run.lr, run.weight_decay)
-    text, test_text = in_columns(data.train, run.batch_size), in_columns(data.test, TEST_COLUMNS)
+    text, test_text = both_parts(run, data)
     schedule = lr_schedule(run, optimizer, steps=len(list(stretches(text))))
     epochs: list[Epoch] = []
     for number in range(1, run.epochs + 1):

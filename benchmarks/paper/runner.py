@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,9 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks.paper.effort import Effort
+from benchmarks.paper.kept_net import KeptNet
 from benchmarks.paper.language_training import train_language
 from benchmarks.paper.models import LANGUAGE_MODELS
+from benchmarks.paper.needs import check_needs
 from benchmarks.paper.run import Run
+from benchmarks.paper.sharpness_training import train_with_eigenvalues
 from benchmarks.paper.store import Store, conditions
 from benchmarks.paper.training import train_images
 
@@ -35,13 +37,17 @@ class Place:
 
 
 def carry_out(run: Run, place: Place, after_epoch: Callable[[], None]) -> None:
-    device = torch.device(place.device)
-    train = train_language if run.model in LANGUAGE_MODELS else train_images
-    start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trained = train(run, place.data, device, after_epoch)
-    Store(place.store).save(run, trained, conditions(device, time.perf_counter() - start, len(caught)))
+    device, store = torch.device(place.device), Store(place.store)
+    kept = KeptNet(store.path(run).with_suffix(".pt"))
+    if run.eigenvalues:
+        trained, effort = train_with_eigenvalues(run, place.data, device, after_epoch, kept)
+    else:
+        train = train_language if run.model in LANGUAGE_MODELS else train_images
+        effort = Effort()
+        with effort.counted():
+            trained = train(run, place.data, device, after_epoch)
+    store.save(run, trained, conditions(device, effort.seconds, effort.warnings))
+    kept.remove()
 
 
 def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
@@ -50,6 +56,7 @@ def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
     with_eigenvalues = {run.training for run in runs if run.eigenvalues}
     every = [run for run in dict.fromkeys(runs) if run not in with_eigenvalues]
     remaining = [run for run in every if store.find(run) is None]
+    check_needs(remaining, place.data)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=sum(run.epochs for run in every))

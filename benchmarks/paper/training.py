@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler, MultiStepLR
 
 from benchmarks.paper.data import ImageData, load_images
-from benchmarks.paper.hessian import top_eigenvalues
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
@@ -78,9 +77,17 @@ def lr_schedule(run: Run, optimizer: Optimizer, steps: int) -> LRScheduler:
 
 def train_images(run: Run, root: Path | None, device: torch.device, after_epoch: Callable[[], None]) -> Trained:
     data = load_images(run.data, root, device, run.limit)
+    return Trained(train_model(run, new_model(run, data, device), data, after_epoch), eigenvalues=[])
+
+
+def new_model(run: Run, data: ImageData, device: torch.device) -> nn.Module:
     torch.manual_seed(run.seed)
     model = IMAGE_MODELS[run.model](data.channels, data.classes, data.size)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def train_model(run: Run, model: nn.Module, data: ImageData, after_epoch: Callable[[], None]) -> list[Epoch]:
     optimizer = OPTIMIZERS[run.optimizer].build(model.parameters(), run.lr, run.weight_decay)
     schedule = lr_schedule(run, optimizer, data.train_steps(run.batch_size))
     shuffle = torch.Generator().manual_seed(run.seed)
@@ -101,11 +108,7 @@ def train_images(run: Run, root: Path | None, device: torch.device, after_epoch:
             epoch.test_loss, epoch.test_error = tested(model, data)
         epochs.append(epoch)
         after_epoch()
-    eigenvalues = []
-    if run.eigenvalues:
-        images, labels = next(data.train_batches(run.hessian_images, torch.Generator().manual_seed(0), augment=False))
-        eigenvalues = top_eigenvalues(model, images, labels, run.eigenvalues, run.seed)
-    return Trained(epochs, eigenvalues)
+    return epochs
 
 
 @torch.no_grad()

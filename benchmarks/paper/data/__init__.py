@@ -12,12 +12,12 @@ from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
 from benchmarks.paper.data.digits import digits
 from benchmarks.paper.data.fashion_mnist import fashion_mnist
 from benchmarks.paper.data.folders import DataError
-from benchmarks.paper.data.imagenet import ImageNet
+from benchmarks.paper.data.imagenet import ImageNet, imagenet_folder
 from benchmarks.paper.data.images import ImageData, Tensors
 from benchmarks.paper.data.noise import noise_images, noise_text
 from benchmarks.paper.data.text import Text, penn_treebank, python_documentation
 
-__all__ = ["DataError", "ImageData", "Text", "load_images", "load_text"]
+__all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "load_text"]
 
 IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
     "cifar10": partial(cifar, CIFAR10),
@@ -40,6 +40,14 @@ def load_images(name: str, root: Path | None, device: torch.device, limit: int) 
     if name == "imagenet":
         return ImageNet(root, device)
     return IMAGES[name](root).limited(limit).on(device)
+
+
+def check_images(name: str, root: Path | None) -> None:
+    """Raises DataError where they could not be loaded. Keeps nothing: workers load what they need."""
+    if name == "imagenet":
+        imagenet_folder(root)
+    else:
+        IMAGES[name](root)
 
 
 @lru_cache(maxsize=2)

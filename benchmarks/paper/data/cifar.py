@@ -53,7 +53,7 @@ CIFAR100 = Cifar(
 
 def cifar(kind: Cifar, root: Path | None) -> Tensors:
     binary = root is not None and any(
-        all((folder / file).exists() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
+        all((folder / file).is_file() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
     )
     if binary:
         folder = find_folder(root, [kind.binary_folder], kind.binary_files, kind.name)

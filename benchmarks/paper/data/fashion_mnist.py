@@ -37,7 +37,7 @@ def fashion_folder(root: Path | None) -> Path:
     names = ("fashion-mnist", "FashionMNIST/raw")
     named = [] if root is None else [root, *(root / name for name in names)]
     for folder in (*named, DEBIAN_FOLDER):
-        if all((folder / stem).exists() or (folder / f"{stem}.gz").exists() for stem in STEMS):
+        if all((folder / stem).is_file() or (folder / f"{stem}.gz").is_file() for stem in STEMS):
             return folder
     if root is None:
         raise DataError(
@@ -51,7 +51,7 @@ def read_idx(folder: Path, stem: str) -> Tensor:
     """IDX: two zero bytes, the type, the number of dimensions, each dimension as a big-endian int32, the values."""
     path = folder / f"{stem}.gz"
     try:
-        content = gzip.decompress(path.read_bytes()) if path.exists() else (folder / stem).read_bytes()
+        content = gzip.decompress(path.read_bytes()) if path.is_file() else (folder / stem).read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be unpacked ({error}). Replace it by a whole one.") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UNSIGNED_BYTES:

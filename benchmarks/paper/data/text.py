@@ -33,14 +33,19 @@ class Text:
 def penn_treebank(root: Path | None) -> Text:
     """The vocabulary is that of all three files, as usual; it has 10,000 words."""
     folder = find_folder(root, ["ptb", "simple-examples/data"], PTB_FILES, "Penn TreeBank")
-    train, valid, test = (
-        (folder / file).read_text(encoding="utf-8").replace("\n", f" {END} ").split() for file in PTB_FILES
-    )
+    train, valid, test = (read_words(folder / file) for file in PTB_FILES)
     for words, file in zip((train, valid, test), PTB_FILES, strict=True):
         if len(words) < 2:
             raise DataError(f"{folder / file} has {len(words)} words, wanted a text.")
     index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
     return Text(as_tokens(train, index), as_tokens(test, index), len(index))
+
+
+def read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").replace("\n", f" {END} ").split()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
 
 
 def python_documentation(most_words: int = 1000) -> Text:
