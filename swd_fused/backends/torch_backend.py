@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -149,6 +150,8 @@ def update_(
 
 def widened(tensors: TensorList) -> list[Tensor]:
     """What is narrower than 32 bits, in 32."""
+    if all(dtype.itemsize >= torch.float32.itemsize for dtype in set(dtypes_of(tensors))):
+        return list(tensors)
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
@@ -160,7 +163,13 @@ def store(tensors: list[Tensor], results: list[Tensor]) -> None:
 
 
 def as_wide_as(tensors: TensorList, others: TensorList) -> list[Tensor]:
+    if dtypes_of(tensors) == dtypes_of(others):
+        return list(tensors)
     return [tensor.to(other.dtype) for tensor, other in zip(tensors, others, strict=True)]
+
+
+def dtypes_of(tensors: TensorList) -> list[torch.dtype]:
+    return list(map(attrgetter("dtype"), tensors))
 
 
 def scaled(grads: TensorList, sign: float, grad_factor: Tensor | None) -> list[Tensor]:
@@ -228,6 +237,10 @@ def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[B
     """Parallel lists of tensors as parallel lists of pieces, those of one group at a time."""
     limit = CPU_BATCH if lists[0][0].is_cpu else DEVICE_BATCH
     groups = groups or [0] * len(lists[0])
+    numels = list(map(Tensor.numel, lists[0]))
+    if sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
+        yield Batch(groups[0], list(range(len(numels))), [0] * len(numels), [list(tensors) for tensors in lists])
+        return
     batch, numel = Batch(groups[0], [], [], [[] for _ in lists]), 0
     for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
         first = 0
