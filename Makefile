@@ -48,12 +48,13 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by itself: the build needs its headers, and an open range would take gigabytes of CUDA packages.
+# Python compiles what it imports; pip would compile all of torch first.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade -c constraints.txt setuptools wheel torch numpy
+	$(BIN)/pip install --quiet --no-compile --upgrade -c constraints.txt setuptools wheel torch numpy
 	touch $@
 
 # The package, built in place, with these extras.
 $(VENV)/.with-%: $(VENV)/.torch $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[$*]"
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e ".[$*]"
 	touch $@

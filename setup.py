@@ -4,6 +4,7 @@ import glob
 import os
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -51,6 +52,18 @@ def extension(torch: str) -> Extension:
 
 class BuildOrSay(build_ext):
     """Without a working compiler the package is still whole, on the "torch" backend: say so and go on."""
+
+    def build_extensions(self) -> None:
+        """All files at a time: one after the other they took half of the time until the package is installed."""
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_in_turn([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()
