@@ -14,6 +14,7 @@ from benchmarks.suites import Shape
 from swd_fused import FusedAdamS
 
 Step = Callable[[], object]
+Build = Callable[[Sequence[Tensor]], Step]
 
 MAX_GRAD_NORM = 1.0
 
@@ -31,25 +32,28 @@ class Contender:
     backend: str
     bytes_per_element: int | None
     peer: str
-    build: Callable[[Sequence[Tensor]], Step]
+    build: Build
 
 
 def adamw(params: Sequence[Tensor], *, foreach: bool = False) -> Step:
     return torch.optim.AdamW(params, fused=not foreach, foreach=foreach).step
 
 
-def clipped_adamw(params: Sequence[Tensor]) -> Step:
-    step = adamw(params)
+def with_clipping(build: Build) -> Build:
+    def build_with_clipping(params: Sequence[Tensor]) -> Step:
+        step = build(params)
 
-    def clip_and_step() -> None:
-        # It rewrites the gradients, so from the second call on their norm is the bound. It multiplies all the same.
-        clip_grad_norm_(params, MAX_GRAD_NORM)
-        step()
+        def clip_and_step() -> None:
+            # It rewrites the gradients, so from the second call on their norm is the bound. It multiplies all the same.
+            clip_grad_norm_(params, MAX_GRAD_NORM)
+            step()
 
-    return clip_and_step
+        return clip_and_step
+
+    return build_with_clipping
 
 
-def fused_adams(schedule: str, backend: str, max_grad_norm: float | None = None) -> Callable[[Sequence[Tensor]], Step]:
+def fused_adams(schedule: str, backend: str, max_grad_norm: float | None = None) -> Build:
     def build(params: Sequence[Tensor]) -> Step:
         return FusedAdamS(
             params,
@@ -76,7 +80,7 @@ def contenders(kernels: str) -> tuple[Contender, ...]:
         Contender(PEER, "fused", 28, PEER, adamw),
         Contender(f"FusedAdamS exact ({kernels})", kernels, 32, PEER, fused_adams("exact", kernels)),
         Contender(f"FusedAdamS lagged ({kernels})", kernels, 28, PEER, fused_adams("lagged", kernels)),
-        Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, clipped_adamw),
+        Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, with_clipping(adamw)),
         Contender(
             f"FusedAdamS exact + clip ({kernels})",
             kernels,

@@ -19,17 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Step, parameters
+from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Build, Step, parameters, with_clipping
 from benchmarks.other_load import OtherLoad, warn_of_other_load
 from benchmarks.suites import SUITES
 from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
 from swd_fused import FusedAdamS
 
-Build = Callable[[Sequence[Tensor]], Step]
 Row = dict[str, Any]
 
 SCALE = 1024.0
@@ -37,19 +35,6 @@ SCALE = 1024.0
 
 def fused_adams(**options: Any) -> Build:
     return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
-
-
-def with_clipping(build: Build) -> Build:
-    def build_with_clipping(params: Sequence[Tensor]) -> Step:
-        step = build(params)
-
-        def clip_and_step() -> None:
-            clip_grad_norm_(params, MAX_GRAD_NORM)
-            step()
-
-        return clip_and_step
-
-    return build_with_clipping
 
 
 def with_masters(build: Build) -> Build:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Step, adamw, clipped_adamw, fused_adams
+from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Step, adamw, fused_adams, with_clipping
 from benchmarks.other_load import OtherLoad
 from benchmarks.plot_sharded_step import plot
 from benchmarks.suites import SUITES, Shape
@@ -72,7 +72,7 @@ CONTENDERS: dict[str, tuple[Callable[[Sequence[Tensor]], Step], str]] = {
     "FusedAdamS, sum known": (known_sum, ADAMW),
     "AdamW fused, local tensors": (on_local_tensors(adamw), ADAMW),
     "FusedAdamS, own shard only (wrong)": (on_local_tensors(fused_adams("exact", "auto")), ADAMW),
-    CLIPPED: (clipped_adamw, CLIPPED),
+    CLIPPED: (with_clipping(adamw), CLIPPED),
     "FusedAdamS exact + clip": (fused_adams("exact", "auto", MAX_GRAD_NORM), CLIPPED),
     "all-reduce of 4 numbers": (bare_all_reduce, ADAMW),
 }
