@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 DEVICE ?= cpu
 # By file, since some files set up for minutes what their tests share.
 IN_PARALLEL := -n auto --dist loadfile
-SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
 .PHONY: demo test test-gpu lint bench frameworks paper clean
 
@@ -23,7 +23,7 @@ lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp tests/gpu_code/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/gpu_code/*.cpp
 
 # DEVICE=cuda measures steps on a CUDA or ROCm GPU; the rest is about the CPU.
 bench: $(VENV)/.with-bench
@@ -37,7 +37,7 @@ endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
 frameworks: $(VENV)/.with-test,frameworks
-	$(BIN)/python -m pytest tests/test_frameworks.py
+	$(BIN)/python -m pytest tests/packaging/test_frameworks.py
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
 paper: $(VENV)/.with-paper

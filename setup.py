@@ -25,8 +25,8 @@ def torch_directory() -> str | None:
 def extension(torch: str) -> Extension:
     return Extension(
         "swd_fused._C",
-        sorted(glob.glob("csrc/*.cpp")),
-        depends=glob.glob("csrc/*.h"),
+        sorted(glob.glob("csrc/cpu/*.cpp")),
+        depends=[*glob.glob("csrc/*.h"), *glob.glob("csrc/cpu/*.h")],
         include_dirs=[os.path.join(torch, "include")],
         library_dirs=[os.path.join(torch, "lib")],
         libraries=["torch_cpu", "c10"],

@@ -58,7 +58,8 @@ CONTENDERS = (
 def without_launches() -> Iterator[None]:
     """The Triton backend for CPU tensors; everything happens but what a GPU would do."""
     from swd_fused import backends
-    from swd_fused.backends import triton_launch, triton_plan
+    from swd_fused.backends.triton import launch as triton_launch
+    from swd_fused.backends.triton import plan as triton_plan
 
     def launch(self: object, programs: int, results: Tensor, *args: object) -> None:
         results.zero_()  # a mean that warns of nothing

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "adams_element.h"
+#include "element.h"
 
 namespace swd {
 

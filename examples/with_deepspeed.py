@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import tiny_task
 from swd_fused import FusedAdamS
-from swd_fused.deepspeed import follow
+from swd_fused.distributed.deepspeed import follow
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from swd_fused.active import Active
 from swd_fused.arguments import check_grads, check_state
+from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
-from swd_fused.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.upload import upload
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from swd_fused.arguments import check_group
 from swd_fused.backends import Backend
+from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, Options
-from swd_fused.sharding import local_tensor, redistributed_like, sharded_like
 from swd_fused.state import MOMENTS
 
 # How torch's Adam was implemented when it saved, and what apex, TransformerEngine and DeepSpeed keep in their groups:

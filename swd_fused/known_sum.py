@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from swd_fused.bucket import Bucket
-from swd_fused.collective import Collective
+from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.loss_scale import LossScale
 from swd_fused.schedule import bias_corrections, scalar_dtype
-from swd_fused.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.step import Number, clipped, skipped
 from swd_fused.upload import moved
 

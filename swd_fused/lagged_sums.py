@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.bucket import Bucket
-from swd_fused.collective import Collective, Reduction
+from swd_fused.distributed.collective import Collective, Reduction
 from swd_fused.loss_scale import LossScale
 from swd_fused.step import Number, exact, last_mean, skipped
 

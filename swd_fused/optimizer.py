@@ -29,18 +29,18 @@ from swd_fused.arguments import (
 )
 from swd_fused.bucket import Arrangement, Bucket
 from swd_fused.checkpoint import loaded_group, loaded_state, saved_by_param, with_own_steps
-from swd_fused.collective import Collective
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
+from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.sharding import ShardedOver, is_distributed
+from swd_fused.distributed.whole_model import WholeModel
 from swd_fused.known_sum import Known, WholeModelSum
 from swd_fused.lagged_sums import LaggedSums
 from swd_fused.loss_scale import LossScale
 from swd_fused.options import Options
 from swd_fused.precision import check_precision, check_use_of_precision
-from swd_fused.sharding import ShardedOver, is_distributed
 from swd_fused.state import initialized
 from swd_fused.step import Number, exact, lagged, take_step
-from swd_fused.whole_model import WholeModel
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (

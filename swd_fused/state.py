@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends import Backend
+from swd_fused.distributed.sharding import local_tensor, sharded_like
 from swd_fused.options import MASTER, Options
-from swd_fused.sharding import local_tensor, sharded_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swd_fused import schedule
 from swd_fused.bucket import Bucket
-from swd_fused.collective import Collective
+from swd_fused.distributed.collective import Collective
 from swd_fused.loss_scale import LossScale
 from swd_fused.upload import moved
 

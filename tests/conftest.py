@@ -64,7 +64,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     if name != "triton":
         yield name
         return
-    from tests.triton_launches import launches
+    from tests.backends.triton_launches import launches
 
     # A GPU does not tell of a NaN that it computes.
     with launches(split=bool(split)), np.errstate(invalid="ignore", divide="ignore", over="ignore"):

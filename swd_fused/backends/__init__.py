@@ -71,7 +71,7 @@ def load_cpu_backend() -> Backend | str:
 def load_triton_backend() -> Backend | str:
     """The Triton backend, or why it is not there."""
     try:
-        from swd_fused.backends.triton_backend import TritonBackend
+        from swd_fused.backends.triton.backend import TritonBackend
     except ImportError as error:
         return f"Triton is not installed ({error})"
     return TritonBackend()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
-from swd_fused.backends.noticed import int64s, noticed
+from swd_fused.backends.address_table import int64s, noticed
 from swd_fused.bucket import Bucket
 from swd_fused.loss_scale import LossScale
 

@@ -1,6 +1,6 @@
 """Every order in which programs can pass through a launch, and launch after launch: the counter's logic alone.
 
-As in swd_fused/triton_kernels/grid.py: at each meeting but the last a program arrives with one atomic addition and
+As in kernels/grid.py: at each meeting but the last a program arrives with one atomic addition and
 polls until the counter says that all have come; at the last meeting it arrives, and whoever is last sets the counter
 back to zero. All of these are atomic, so an execution is an order of them, and for a few programs all can be tried.
 """

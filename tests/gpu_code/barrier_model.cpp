@@ -1,11 +1,12 @@
 // How the programs of the fused kernel wait for one another, as C++ threads for ThreadSanitizer: it follows which
 // access happens before which, and so reports a missing order even when the values come out right.
 //
-// As in swd_fused/triton_kernels/grid.py: a counter starts at zero in each launch and counts arrivals, one of each
-// program at each meeting. At the first meeting all wait until it says that all have come (wait_for_all). At the last
-// one nobody waits: whoever finds that all others have come (is_last) finishes the work, on what they wrote, and sets
-// the counter back. A thread here is a thread of the GPU, and each program has a barrier of its own (bar.sync). Partial
-// sums and step counts are plain memory. Each launch has new threads, as kernels of one stream follow each other.
+// As in swd_fused/backends/triton/kernels/grid.py: a counter starts at zero in each launch and counts arrivals, one of
+// each program at each meeting. At the first meeting all wait until it says that all have come (wait_for_all). At the
+// last one nobody waits: whoever finds that all others have come (is_last) finishes the work, on what they wrote, and
+// sets the counter back. A thread here is a thread of the GPU, and each program has a barrier of its own (bar.sync).
+// Partial sums and step counts are plain memory. Each launch has new threads, as kernels of one stream follow each
+// other.
 //
 // The build says what is left out: ARRIVE_ORDER, WAIT_ORDER, LAST_ORDER, BARRIER_BEFORE, BARRIER_AFTER.
 #include <pthread.h>

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton_parts import ALIGNMENT, segments_of
+from swd_fused.backends.triton.kernels import kernels, tables
+from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
 from swd_fused.schedule import hyper_rows
 from swd_fused.stochastic_rounding import rounding_start
-from swd_fused.triton_kernels import kernels, tables
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics

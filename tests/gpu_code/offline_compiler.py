@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swd_fused.backends.triton_parts import Dtypes
-from swd_fused.backends.triton_plan import EXACT_STEP_ARGUMENTS, Variant, compile_options, constants_for
-from swd_fused.triton_kernels import kernels
+from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.parts import Dtypes
+from swd_fused.backends.triton.plan import EXACT_STEP_ARGUMENTS, Variant, compile_options, constants_for
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swd_fused.backends.triton_launch import Launcher
-from swd_fused.triton_kernels import kernels
+from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.launch import Launcher
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.triton_kernels.tables import (
+from swd_fused.backends.triton.kernels.tables import (
     EXP_AVG_ADDRESS,
     EXP_AVG_SQ_ADDRESS,
     EXP_AVG_SQ_MEAN,
@@ -18,6 +17,7 @@ from swd_fused.triton_kernels.tables import (
     MAX_EXP_AVG_SQ_ADDRESS,
     SKIPPED,
 )
+from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
 from tests.definition import WRONG, AdamS, MeanOfStepBefore
 from tests.runs import defined, error, fused, moments, random_grads, random_params
 

@@ -1,0 +1,207 @@
+#include "passes.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "../schedule.h"
+#include "arguments.h"
+#include "chunk_walk.h"
+#include "chunks.h"
+#include "tensor_scalars.h"
+
+namespace swd {
+namespace {
+
+Tensor results(const std::vector<double>& numbers) { return as_tensor(numbers, ScalarType::Double); }
+
+double sum_of(const std::vector<double>& numbers) { return std::accumulate(numbers.begin(), numbers.end(), 0.0); }
+
+// What pass 1 makes of the sums of grad^2.
+struct GradientSums {
+  double grad = 0, carried = 0, fresh = 0;
+
+  GradientSums(const std::vector<double>& grad_sums, const double* sums, const TensorScalars& of) {
+    const auto bias_corrections2 = of.bias_corrections2();
+    for (size_t t = 0; t < grad_sums.size(); ++t) {
+      const double beta2 = of.hyper(t).beta2;
+      grad += grad_sums[t];
+      carried += beta2 * sums[t] / bias_corrections2[t];
+      fresh += (1 - beta2) * grad_sums[t] / bias_corrections2[t];
+    }
+  }
+};
+
+// Over the tensors that have taken a step: the sum of v^ as the step before left it, and its count.
+struct LastSums {
+  double total = 0, count = 0;
+
+  LastSums(const double* sums, const int64_t* numels, size_t tensors, const TensorScalars& of) {
+    const auto bias_corrections2 =
+        of.each([](const Hyper& hyper, double before) { return bias_correction(hyper.beta2, before, hyper); });
+    for (size_t t = 0; t < tensors; ++t) {
+      if (of.steps_before(t) == 0) continue;
+      total += sums[t] / bias_corrections2[t];
+      count += static_cast<double>(numels[t]);
+    }
+  }
+};
+
+// The passes over all elements.
+class Walk {
+ public:
+  Walk(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
+      : Walk(OperandsReader(layouts, addresses, grad_addresses)) {}
+
+  size_t size() const { return operands_.size(); }
+  bool amsgrad() const { return amsgrad_; }
+  const std::vector<int64_t>& numels() const { return chunks_.numels(); }
+
+  std::vector<double> gradient_sums() const {
+    return chunks_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+      const Operand& grad = operands_[t].grad;
+      return grad.is_double() ? gradient_chunk<double>(grad, begin, end) : gradient_chunk<float>(grad, begin, end);
+    });
+  }
+
+  double max_exp_avg_sq_hat_sum(const TensorScalars& of, double grad_factor) const {
+    const auto scalars =
+        of.each([&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
+    const auto sums = chunks_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+      return operands_[t].in_double ? max_exp_avg_sq_chunk<double>(operands_[t], scalars[t], begin, end)
+                                    : max_exp_avg_sq_chunk<float>(operands_[t], scalars[t].as<float>(), begin, end);
+    });
+    const auto bias_corrections2 = of.bias_corrections2();
+    double total = 0;
+    for (size_t t = 0; t < sums.size(); ++t) total += sums[t] / bias_corrections2[t];
+    return total;
+  }
+
+  // Advances `sums` and `steps` too. Returns the sum of grad^2.
+  double update(double* sums, float* steps, const TensorScalars& of, double exp_avg_sq_mean, double grad_factor,
+                const Rounding& rounding) const {
+    const auto scalars = of.each([&](const Hyper& hyper, double before) {
+      return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
+    });
+    const auto emitted =
+        chunks_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
+          const Operands& x = operands_[t];
+          const auto key = rounding.key(t, of.step(t));
+          return x.in_double ? update_chunk<double>(x, amsgrad_, scalars[t], key, begin, end)
+                             : update_chunk<float>(x, amsgrad_, scalars[t].as<float>(), key, begin, end);
+        });
+    double grad_sum = 0;
+    for (size_t t = 0; t < emitted.size(); ++t) {
+      sums[t] = emitted[t].averaged;
+      steps[t] += 1;
+      grad_sum += emitted[t].grad;
+    }
+    return grad_sum;
+  }
+
+ private:
+  explicit Walk(OperandsReader reader) : chunks_(reader.size()), amsgrad_(reader.amsgrad()) {
+    operands_.reserve(reader.size());
+    for (size_t t = 0; t < reader.size(); ++t) {
+      operands_.push_back(reader.next());
+      chunks_.add_tensor(operands_.back().numel);
+    }
+  }
+
+  ChunkWalk chunks_;
+  bool amsgrad_;
+  std::vector<Operands> operands_;
+};
+
+}  // namespace
+
+Tensor gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor groups,
+                     Tensor hyper) {
+  const Walk walk(layouts, addresses, grad_addresses);
+  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const double* before = values<double>(sums, ScalarType::Double, walk.size(), "sums");
+  const GradientSums result(walk.gradient_sums(), before, of);
+  return results({result.grad, result.carried, result.fresh});
+}
+
+Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups,
+                          Tensor hyper, std::optional<Tensor> grad_factor) {
+  const Walk walk(layouts, addresses, grad_addresses);
+  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
+  return results({walk.max_exp_avg_sq_hat_sum(of, factor)});
+}
+
+Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
+  const size_t tensors = static_cast<size_t>(sums.numel());
+  const LastSums last(values<double>(sums, ScalarType::Double, tensors, "sums"),
+                      values<int64_t>(numels, ScalarType::Long, tensors, "numels"), tensors,
+                      TensorScalars(tensors, steps, groups, hyper));
+  return results({last.total, last.count});
+}
+
+Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
+               Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
+               std::optional<Tensor> skip, std::optional<int64_t> rounding_seed) {
+  const Walk walk(layouts, addresses, grad_addresses);
+  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const Rounding rounding(rounding_seed, tensor_ids, walk.size());
+  double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
+  const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
+  const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
+  if (skip && *values<double>(*skip, ScalarType::Double, 1, "skip") != 0) {
+    return results({sum_of(walk.gradient_sums())});
+  }
+  return results({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), of, mean, factor, rounding)});
+}
+
+Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
+             Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
+             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
+             std::optional<int64_t> rounding_seed) {
+  const Walk walk(layouts, addresses, grad_addresses);
+  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const Rounding rounding(rounding_seed, tensor_ids, walk.size());
+  double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
+  const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
+  bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
+  double factor = unscale, exp_avg_sq_mean = 0, grad_norm = 0;
+  if (lagged) {
+    const LastSums last(sums_, walk.numels().data(), walk.size(), of);
+    exp_avg_sq_mean = last.total / std::max(1.0, last.count);
+    if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
+  } else {
+    const GradientSums pass1(walk.gradient_sums(), sums_, of);
+    grad_norm = unscale * std::sqrt(pass1.grad);
+    if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
+    const double hat_sum =
+        walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, factor) : pass1.carried + factor * factor * pass1.fresh;
+    const int64_t numel = std::accumulate(walk.numels().begin(), walk.numels().end(), int64_t{0});
+    exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, numel));
+    skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
+  }
+  if (!skip) {
+    const double updated =
+        walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, exp_avg_sq_mean, factor, rounding);
+    if (lagged) grad_norm = unscale * std::sqrt(updated);
+  }
+  return results({exp_avg_sq_mean, grad_norm, skip ? 1.0 : 0.0});
+}
+
+Tensor exp_avg_sq_sums(TensorList exp_avg_sqs) {
+  ChunkWalk walk(exp_avg_sqs.size());
+  std::vector<std::vector<Run>> runs;
+  std::vector<Operand> operands;
+  for (const Tensor& tensor : exp_avg_sqs) {
+    const View view(tensor);
+    check_dtype(view, "exp_avg_sq");
+    walk.add_tensor(view.numel());
+    runs.push_back(runs_of(view, WalkOrder(view)));
+    operands.emplace_back(view.data, view.dtype, runs.back().data(), runs.back().size());
+  }
+  return results(walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+    return operands[t].is_double() ? stored_chunk<double>(operands[t], begin, end)
+                                   : stored_chunk<float>(operands[t], begin, end);
+  }));
+}
+
+}  // namespace swd

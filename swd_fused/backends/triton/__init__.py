@@ -1,0 +1,1 @@
+"""The Triton backend: its host side here, its device code in `kernels`."""

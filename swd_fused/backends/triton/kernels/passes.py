@@ -1,0 +1,155 @@
+"""Both passes, each over one program's segments, and the sums of what the programs found."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused.backends.triton.kernels.memory import segment_of
+from swd_fused.backends.triton.kernels.schedule import bias_correction
+from swd_fused.backends.triton.kernels.segments import sum_of_next_max, sum_of_squares, sum_of_stored, update_segment
+from swd_fused.backends.triton.kernels.tables import (
+    BETA2,
+    CARRIED,
+    CORRECTS_BIAS,
+    FRESH,
+    GRAD_SUM,
+    GROUP,
+    HYPER_COLUMNS,
+    LENGTH,
+    MAX_SUM,
+    ROUNDING_START,
+    SEGMENT_COLUMNS,
+    SLOT_COLUMNS,
+    TENSOR,
+    TENSOR_COLUMNS,
+)
+
+# Rows of a table that are added at once.
+ROWS = tl.constexpr(128)
+
+
+@triton.jit
+def gradient_sums(
+    slots, sums, steps, tensors, segments, program_segments, hyper, GRAD: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """Pass 1, into this program's slot: the sum of v^ after this step is carried + clip^2 fresh."""
+    program = tl.program_id(0)
+    grad_sum = tl.zeros([], tl.float64)
+    carried = tl.zeros([], tl.float64)
+    fresh = tl.zeros([], tl.float64)
+    for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
+        tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
+        step = tl.load(steps + tensor) + 1
+        beta2 = tl.load(hyper_row + BETA2)
+        bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
+        squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
+        grad_sum += squares
+        carried += beta2 * tl.load(sums + segment) / bias_correction2
+        fresh += (1 - beta2) * squares / bias_correction2
+    slot = slots + program * SLOT_COLUMNS
+    tl.store(slot + GRAD_SUM, grad_sum)
+    tl.store(slot + CARRIED, carried)
+    tl.store(slot + FRESH, fresh)
+
+
+@triton.jit
+def max_exp_avg_sq_sum(
+    slots, steps, tensors, segments, program_segments, hyper, grad_factor,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
+    program = tl.program_id(0)
+    total = tl.zeros([], tl.float64)
+    for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
+        tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
+        step = tl.load(steps + tensor) + 1
+        maxima = sum_of_next_max(
+            tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK
+        )
+        corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
+        total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
+    tl.store(slots + program * SLOT_COLUMNS + MAX_SUM, total)
+
+
+@triton.jit
+def update(
+    sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
+
+    The mean and the factor come through memory, or they would take registers from every block in between.
+    """
+    program = tl.program_id(0)
+    first, end = tl.load(program_segments + program), tl.load(program_segments + program + 1)
+    grad_sum = tl.zeros([], tl.float64)
+    for i in range(end - first):
+        segment = end - 1 - i
+        tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
+        step = tl.load(steps + tensor) + 1
+        total, squares = update_segment(
+            tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
+            tl.load(limits + ROUNDING_START),
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
+        )  # fmt: skip
+        tl.store(sums + segment, total)
+        grad_sum += squares
+    if SUM_GRADS:
+        tl.store(slots + program * SLOT_COLUMNS + GRAD_SUM, grad_sum)
+
+
+@triton.jit
+def stored_sums(
+    sums, tensors, segments, program_segments, hyper,
+    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `update` leaves in `sums`, from the second moments as they are stored."""
+    program = tl.program_id(0)
+    for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
+        _, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
+        tl.store(sums + segment, sum_of_stored(tensor_row, start, count, EXP_AVG_SQ, COMPUTE, AMSGRAD, VECTOR, BLOCK))
+
+
+@triton.jit
+def total_of(slots, COLUMN: tl.constexpr):
+    """Over all programs, in the same order whichever program asks."""
+    lanes = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float64)
+    for begin in range(0, tl.num_programs(0), ROWS):
+        rows = begin + lanes
+        total += tl.load(slots + rows * SLOT_COLUMNS + COLUMN, mask=rows < tl.num_programs(0), other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
+    """The sum of v^ as the step before left it, and its count, over tensors that have taken a step."""
+    lanes = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float64)
+    number = tl.zeros([ROWS], tl.float64)
+    for begin in range(0, n_segments, ROWS):
+        mask = begin + lanes < n_segments
+        rows = segments + (begin + lanes) * SEGMENT_COLUMNS
+        tensor = tl.load(rows + TENSOR, mask=mask, other=0)
+        group = tl.load(tensors + tensor * TENSOR_COLUMNS + GROUP, mask=mask, other=0)
+        beta2 = tl.load(hyper + group * HYPER_COLUMNS + BETA2, mask=mask, other=0.0)
+        step = tl.load(steps + tensor, mask=mask, other=0.0)
+        corrects_bias = tl.load(hyper + group * HYPER_COLUMNS + CORRECTS_BIAS, mask=mask, other=0.0)
+        bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
+        stepped = step > 0
+        exp_avg_sq_sum = tl.load(sums + begin + lanes, mask=mask, other=0.0)
+        total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
+        number += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
+    return tl.sum(total), tl.sum(number)
+
+
+@triton.jit
+def advance_steps(steps, n_tensors):
+    lanes = tl.arange(0, ROWS)
+    for begin in range(0, n_tensors, ROWS):
+        where = steps + begin + lanes
+        mask = begin + lanes < n_tensors
+        tl.store(where, tl.load(where, mask=mask) + 1, mask=mask)

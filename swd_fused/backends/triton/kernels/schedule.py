@@ -1,0 +1,41 @@
+"""The scalars of a step, in float64 on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused.backends.triton.kernels.tables import DECOUPLED_DECAY, EPS, LR, MAX_DECAY, WEIGHT_DECAY
+
+
+@triton.jit
+def bias_correction(beta, step, longest, corrects_bias):
+    """1 - beta^step, where no step is above `longest`, a scalar; or 1.
+
+    By repeated squaring, of what is wanted and not of beta: 1 - ab is (1 - a) + (1 - b) a, which cancels nothing. With
+    the same bits on every device, and no library call.
+    """
+    power, result = 1 - beta, beta * 0
+    exponent, largest = step.to(tl.int32), longest.to(tl.int32)
+    while largest > 0:
+        result = tl.where(exponent % 2 == 1, result + power * (1 - result), result)
+        power *= 2 - power
+        exponent //= 2
+        largest //= 2
+    return tl.where(corrects_bias != 0, result, 1.0)
+
+
+@triton.jit
+def decay_factor(exp_avg_sq_mean, row):
+    """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
+    lr, weight_decay, eps = tl.load(row + LR), tl.load(row + WEIGHT_DECAY), tl.load(row + EPS)
+    shrink = lr * weight_decay / (tl.sqrt(exp_avg_sq_mean) + eps)
+    scheduled = tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + MAX_DECAY)), 0.0)
+    return 1 - scheduled - lr * tl.load(row + DECOUPLED_DECAY)
+
+
+@triton.jit
+def clip_factor(grad_norm, max_grad_norm):
+    """As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Of a NaN norm NaN, if anything is clipped."""
+    factor = max_grad_norm / (grad_norm + 1e-6)
+    return tl.where((factor > 1) | (max_grad_norm == float("inf")), 1.0, factor)

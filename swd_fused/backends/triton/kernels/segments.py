@@ -1,0 +1,194 @@
+"""What each pass does with one segment, a stretch of one tensor."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused.backends.triton.kernels.element import larger, update_element
+from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, store_block
+from swd_fused.backends.triton.kernels.rounding import rounding_key, stochastically_rounded
+from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
+from swd_fused.backends.triton.kernels.tables import (
+    ALIGNED,
+    BETA1,
+    BETA2,
+    CORRECTS_BIAS,
+    EPS,
+    EXP_AVG_ADDRESS,
+    EXP_AVG_SQ_ADDRESS,
+    GRAD_ADDRESS,
+    L2,
+    LR,
+    MASTER_ADDRESS,
+    MAX_EXP_AVG_SQ_ADDRESS,
+    PARAM_ADDRESS,
+    SIGN,
+    TENSOR_ID,
+)
+
+# Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
+# memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
+PASS1_BLOCKS = tl.constexpr(8)
+
+
+@triton.jit
+def whole_blocks(tensor_row, count, ELEMENTS: tl.constexpr):
+    """How many elements from the first one on may be taken in whole, aligned blocks."""
+    return tl.load(tensor_row + ALIGNED).to(tl.int32) * (count // ELEMENTS) * ELEMENTS
+
+
+@triton.jit
+def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
+    PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
+    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], COMPUTE)
+    whole = whole_blocks(tensor_row, count, PASS1_BLOCKS * PACKED * BLOCK)
+    for begin in range(0, whole, PASS1_BLOCKS * PACKED * BLOCK):
+        for block in tl.static_range(PASS1_BLOCKS):
+            if PACKED == 2:
+                words = grad.to(tl.pointer_type(tl.uint32))
+                x, y = load_pairs(words, begin // 2 + block * BLOCK + lanes, GRAD, COMPUTE)
+                total += x * x
+                total += y * y
+            else:
+                x = load_block(grad, begin + block * BLOCK + lanes, count, COMPUTE, BLOCK // THREADS)
+                total += x * x
+    for begin in range(whole, count, BLOCK):
+        x = load_block(grad, begin + lanes, count, COMPUTE, 0)
+        total += x * x
+    return tl.sum(total.to(tl.float64))
+
+
+@triton.jit
+def sum_of_stored(
+    tensor_row, start, count,
+    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In the order in which `update_segment` adds, so the result has the same bits."""
+    if AMSGRAD:
+        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    else:
+        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], COMPUTE)
+    whole = whole_blocks(tensor_row, count, BLOCK)
+    rest = (count - whole + BLOCK - 1) // BLOCK * BLOCK
+    for back in range(BLOCK, rest + BLOCK, BLOCK):
+        total += load_block(averaged, whole + rest - back + lanes, count, COMPUTE, 0)
+    for back in range(BLOCK, whole + BLOCK, BLOCK):
+        total += load_block(averaged, whole - back + lanes, count, COMPUTE, VECTOR)
+    return tl.sum(total.to(tl.float64))
+
+
+@triton.jit
+def sum_of_next_max(
+    tensor_row, hyper_row, start, count, grad_factor,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of max_exp_avg_sq as this step will leave it."""
+    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    grad_scale = grad_factor.to(COMPUTE)
+    beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
+    one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], COMPUTE)
+    whole = whole_blocks(tensor_row, count, BLOCK)
+    for begin in range(0, whole, BLOCK):
+        g = load_block(grad, begin + lanes, count, COMPUTE, VECTOR) * grad_scale
+        v = beta2 * load_block(exp_avg_sq, begin + lanes, count, COMPUTE, VECTOR) + one_minus_beta2 * g * g
+        total += larger(load_block(max_exp_avg_sq, begin + lanes, count, COMPUTE, VECTOR), v)
+    for begin in range(whole, count, BLOCK):
+        g = load_block(grad, begin + lanes, count, COMPUTE, 0) * grad_scale
+        v = beta2 * load_block(exp_avg_sq, begin + lanes, count, COMPUTE, 0) + one_minus_beta2 * g * g
+        total += larger(load_block(max_exp_avg_sq, begin + lanes, count, COMPUTE, 0), v)
+    return tl.sum(total.to(tl.float64))
+
+
+@triton.jit
+def update_segment(
+    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2."""
+    beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
+    corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
+    grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
+    l2 = tl.load(hyper_row + L2).to(COMPUTE)
+    inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(COMPUTE)
+    eps = tl.load(hyper_row + EPS).to(COMPUTE)
+    factor = decay_factor(exp_avg_sq_mean, hyper_row).to(COMPUTE)
+    step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
+    one_minus_beta1, one_minus_beta2 = (1 - beta1).to(COMPUTE), (1 - beta2).to(COMPUTE)
+    beta2 = beta2.to(COMPUTE)
+    param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
+    if MASTER:
+        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
+    else:
+        weight = param
+    exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
+    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    rounding = rounding_key(rounding_start, tl.load(tensor_row + TENSOR_ID), step, start)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], COMPUTE)
+    grad_total = tl.zeros([BLOCK], COMPUTE)
+    whole = whole_blocks(tensor_row, count, BLOCK)
+    rest = (count - whole + BLOCK - 1) // BLOCK * BLOCK
+    for back in range(BLOCK, rest + BLOCK, BLOCK):
+        averaged, squares = update_block(
+            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + lanes, count, rounding,
+            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
+        )  # fmt: skip
+        total += averaged
+        if SUM_GRADS:
+            grad_total += squares
+    for back in range(BLOCK, whole + BLOCK, BLOCK):
+        averaged, squares = update_block(
+            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count, rounding,
+            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR,
+        )  # fmt: skip
+        total += averaged
+        if SUM_GRADS:
+            grad_total += squares
+    return tl.sum(total.to(tl.float64)), tl.sum(grad_total.to(tl.float64))
+
+
+@triton.jit
+def update_block(
+    param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, offsets, count, rounding,
+    grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor, step_size,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
+    g = load_block(grad, offsets, count, COMPUTE, VECTOR)
+    p = load_block(weight, offsets, count, COMPUTE, VECTOR)
+    m = load_block(exp_avg, offsets, count, COMPUTE, VECTOR)
+    v = load_block(exp_avg_sq, offsets, count, COMPUTE, VECTOR)
+    largest = v
+    if AMSGRAD:
+        largest = load_block(max_exp_avg_sq, offsets, count, COMPUTE, VECTOR)
+    p, m, v, largest, averaged = update_element(
+        p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
+        inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD,
+    )  # fmt: skip
+    if MASTER:
+        store_block(weight, p, offsets, count, VECTOR)
+    if STOCHASTIC:
+        p = stochastically_rounded(p, rounding, offsets)
+    store_block(param, p, offsets, count, VECTOR)
+    store_block(exp_avg, m, offsets, count, VECTOR)
+    store_block(exp_avg_sq, v, offsets, count, VECTOR)
+    if AMSGRAD:
+        store_block(max_exp_avg_sq, largest, offsets, count, VECTOR)
+    return averaged.to(exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g

@@ -1,0 +1,100 @@
+"""What one launch serves, and which of its programs walks which segments."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
+from swd_fused.backends.triton.launch import BLOCK, THREADS
+from swd_fused.upload import upload
+
+# Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
+# segment, 37 KB, is 0.4% of what they update in one of this length.
+MAX_SEGMENT = 512 * BLOCK
+
+# What a segment costs besides its elements, in elements: keeps the programs' shares even among small tensors.
+SEGMENT_COST = 2 * BLOCK
+
+ALIGNMENT = 16
+FLOAT32_VECTOR = ALIGNMENT // torch.float32.itemsize
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+class Segment(NamedTuple):
+    tensor: int
+    start: int
+    length: int
+
+
+def segments_of(numels: dict[int, int], programs: int) -> tuple[list[Segment], list[int]]:
+    """Tensors, by number, cut into segments; and for each program its first segment, with the end of the last's.
+
+    Each program has an equal share of the cost. Cuts are at multiples of BLOCK, so that a tensor that is aligned at its
+    beginning is so in each segment.
+    """
+    total = sum(numel + SEGMENT_COST for numel in numels.values())
+    segments, owners, position = [], [], 0
+    for tensor, numel in numels.items():
+        start = 0
+        while start < numel:
+            program = (position + start) * programs // total
+            next_share = -(-(program + 1) * total // programs) - position
+            count = min(numel - start, MAX_SEGMENT, -(-(next_share - start) // BLOCK) * BLOCK)
+            segments.append(Segment(tensor, start, count))
+            owners.append(program)
+            start += count
+        position += numel + SEGMENT_COST
+    return segments, [bisect_left(owners, program) for program in range(programs + 1)]
+
+
+class Dtypes(NamedTuple):
+    """The combination of dtypes that a kernel is compiled for."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    weight: torch.dtype  # of what is updated: masters, or parameters themselves
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.exp_avg_sq, torch.float32)
+
+    @property
+    def vector(self) -> int:
+        """Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a
+        warp is one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses."""
+        return ALIGNMENT // max(dtype.itemsize for dtype in self)
+
+    def constants(self) -> dict[str, Any]:
+        """By the kernels' names for them."""
+        dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
+        block = THREADS * self.vector
+        return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
+
+
+class Part:
+    """The tensors of a bucket that have one combination of dtypes: what one launch serves."""
+
+    def __init__(self, dtypes: Dtypes, numels: dict[int, int], programs: int, device: torch.device) -> None:
+        self.dtypes = dtypes
+        blocks = sum(-(-numel // BLOCK) for numel in numels.values())
+        self.programs = max(1, min(programs, blocks))
+        segments, program_segments = segments_of(numels, self.programs)
+        self.n_segments = len(segments)
+        rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
+        self.segments = upload(rows, device)
+        self.program_segments = upload(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
+        self.sums = torch.zeros(max(1, self.n_segments), dtype=torch.float64, device=device)
+        self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)

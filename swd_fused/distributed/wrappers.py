@@ -1,0 +1,62 @@
+"""Wrappers that hand an optimizer plain tensors which are shards: without being told, the mean would be the shard's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from swd_fused.distributed.sharding import is_distributed
+
+# By module of the class whose method calls `step`, and what to do there.
+SUM_OVER = "pass process_group=, the group over which it shards"
+CALLERS = {
+    "torch.distributed.optim.zero_redundancy_optimizer": f"{SUM_OVER}, by "
+    "functools.partial(FusedAdamS, process_group=...), since it keeps an argument of that name to itself",
+    "fairscale.optim.oss": SUM_OVER,
+    "megatron.core.optimizer.distrib_optimizer": f"{SUM_OVER}, and total_numel=, since it pads",
+    "deepspeed.runtime.zero": "call swd_fused.distributed.deepspeed.follow(engine) after "
+    "deepspeed.initialize, which tells the optimizer the gradients' norm",
+}
+MARKS = {
+    "_fsdp_flattened": ("FullyShardedDataParallel", f"{SUM_OVER}, and total_numel= unless use_orig_params=True"),
+    "tensor_model_parallel": ("Megatron's tensor parallelism", SUM_OVER),
+}
+FRAMES = 20
+
+
+def refuse_unknown_shards(params: Iterable[Tensor]) -> None:
+    """To be called below `step` for plain tensors of which nothing is known, so only where `params` changed."""
+    if not is_distributed() or dist.get_world_size() == 1:
+        return
+    found = _mark(params) or _caller()
+    if found is not None:
+        who, advice = found
+        raise RuntimeError(
+            f"FusedAdamS got plain tensors from {who}, which are shards: the schedule's mean would be that of this "
+            f"rank's, and wrong. To have it over the whole model, {advice}. Where nothing is sharded after all pass a "
+            "process_group of this rank alone."
+        )
+
+
+def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
+    for param in params:
+        for attribute, found in MARKS.items():
+            if getattr(param, attribute, False):
+                return found
+    return None
+
+
+def _caller() -> tuple[str, str] | None:
+    frame = sys._getframe(1)
+    for _ in range(FRAMES):
+        owner = type(frame.f_locals.get("self"))
+        for module, advice in CALLERS.items():
+            if str(owner.__module__).startswith(module):
+                return owner.__name__, advice
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

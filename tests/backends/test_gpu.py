@@ -1,0 +1,334 @@
+"""What only a GPU can show. The other tests that take a `backend` run there too: `make test-gpu` does both.
+
+SWD_FUSED_TEST_DEVICE=cpu runs this file in Triton's interpreter, without streams, graphs and synchronisation: that
+finds mistakes in the tests themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from swd_fused import FusedAdamS
+from tests.device import DEVICE
+from tests.runs import defined, error, random_grads, random_params, run
+
+pytestmark = pytest.mark.skipif(
+    "SWD_FUSED_TEST_DEVICE" not in os.environ, reason="needs a CUDA or ROCm GPU, and is run there by `make test-gpu`"
+)
+
+ON_GPU = DEVICE != "cpu"
+on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA or ROCm GPU")
+triton_only = pytest.mark.backends(without=("torch", "cpu"), split=True)
+
+SHAPES = [(1025,), (40, 30), (), (0,), (7, 3)]
+MODES = [
+    pytest.param({}, id="exact"),
+    pytest.param({"max_grad_norm": 1.0}, id="clipped"),
+    pytest.param({"schedule": "lagged"}, id="lagged"),
+    pytest.param({"amsgrad": True}, id="amsgrad"),
+]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within, any operation of torch that makes the host wait for the device is an error."""
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def twins_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [copy.deepcopy(param) for param in params]
+
+
+# --- The host does not wait
+
+
+@pytest.mark.backends(split=True, without=("cpu",))
+@pytest.mark.parametrize("lr", ["number", "tensor", "scheduled number", "scheduled tensor"])
+@pytest.mark.parametrize("options", MODES)
+def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any], lr: str) -> None:
+    """From the third step on: first ones compile. Gradients are new tensors in each step."""
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 6, torch.float64)
+    twins = twins_of(params)
+    trained = []
+    for tensors, name in ((params, backend), (twins, "torch")):
+        start = torch.tensor(1e-2) if "tensor" in lr else 1e-2
+        optimizer = FusedAdamS(tensors, lr=start, backend=name, **options)
+        scheduler = CosineAnnealingLR(optimizer, 10) if "scheduled" in lr else None
+        own_grads = [[grad.clone() for grad in step_grads] for step_grads in grads]
+        for t, step_grads in enumerate(own_grads):
+            set_grads(tensors, step_grads)
+            with no_waiting() if t >= 2 and name == backend else nullcontext():
+                optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        trained.append(optimizer)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-13)
+    torch.testing.assert_close(trained[0].exp_avg_sq_mean, trained[1].exp_avg_sq_mean, rtol=1e-12, atol=0)
+
+
+@pytest.mark.backends(split=True, without=("cpu",))
+def test_the_warning_comes_late_and_without_waiting(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(1000))
+    param.grad = torch.full((1000,), 3e-5)
+    optimizer = FusedAdamS([param], weight_decay=0.1, backend=backend)
+
+    def steps() -> None:
+        optimizer.step()
+        for _ in range(3):
+            with no_waiting():  # what was on its way has arrived when it begins
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"max_decay=0\.1 binds") as caught:
+        steps()
+    assert len(caught) == 1
+
+
+# --- Launches
+
+
+@on_gpu_only
+@pytest.mark.backends(without=("torch",))
+@pytest.mark.parametrize("options", MODES)
+def test_a_step_is_one_launch(backend: str, options: dict[str, Any]) -> None:
+    """Of the optimizer's kernels. Beside it a few numbers may be on their way to the host, for the warning."""
+    shapes = [(100 + i, 7) for i in range(300)]
+    params = random_params(shapes)
+    optimizer = FusedAdamS(params, backend=backend, **options)
+    set_grads(params, random_grads(shapes, 1)[0])
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if "_kernel" in event.name and "at::" not in event.name]
+    step = "lagged_step_kernel" if options.get("schedule") == "lagged" else "exact_step_kernel"
+    assert names.count(step) == 1
+    assert not [name for name in names if name.endswith("_sums_kernel") or name == "update_kernel"]
+
+
+@triton_only
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_full_grid_is_resident(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
+    """As many programs as the device holds at once, each with several blocks: too many would be refused, or hang."""
+    from swd_fused.backends.triton.launch import BLOCK, PROGRAMS_PER_MULTIPROCESSOR
+
+    numel = 1500
+    if ON_GPU:
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        numel = 3 * BLOCK * multiprocessors * PROGRAMS_PER_MULTIPROCESSOR + 5
+    params, grads = random_params([(numel,)], dtype), random_grads([(numel,)], 3, dtype)
+    twins = twins_of(params)
+    optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
+    run(params, grads, optimizer)
+    assert optimizer._arrangement is not None
+    (part,) = optimizer._arrangement.buckets[0].plan.parts
+    if ON_GPU:
+        assert part.programs % multiprocessors == 0
+        assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    run(twins, grads, FusedAdamS(twins, amsgrad=amsgrad, backend="torch"))
+    torch.testing.assert_close(params[0], twins[0], rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@triton_only
+def test_beyond_2_31_elements(backend: str) -> None:
+    numel = 2**31 + 2**20 + 5 if ON_GPU else 1500
+    if ON_GPU and torch.cuda.mem_get_info()[0] < 12.5 * numel:
+        pytest.skip("needs 27 GB of free GPU memory: tensors beyond 2^31 elements")
+    param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    param.grad = torch.full((numel,), 0.5, dtype=torch.bfloat16)
+    optimizer = FusedAdamS([param], lr=0.5, betas=(0.0, 0.0), eps=0.0, backend=backend)
+    optimizer.step()
+    assert optimizer.exp_avg_sq_mean == 0.25
+    assert optimizer.grad_norm.item() == pytest.approx(0.5 * numel**0.5, rel=1e-12)
+    assert all((slab == -0.5).all() for slab in param.detach().split(2**26))
+
+
+# --- CUDA graphs
+
+
+def warm_up(step: Callable[[], object], times: int) -> None:
+    """On a side stream, as torch's documentation asks for before a capture."""
+    if not ON_GPU:
+        for _ in range(times):
+            step()
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """What replays the step. Capturing does not take it."""
+    if not ON_GPU:
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@triton_only
+@pytest.mark.parametrize("options", MODES)
+def test_replay_with_changed_gradients_and_lr(backend: str, options: dict[str, Any]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
+    twins = twins_of(params)
+    lrs = [1e-2, 1e-2, 1e-2, 1e-1, 3e-2, 1e-3]
+
+    lr = torch.tensor(lrs[0])
+    eager = FusedAdamS(twins, lr=lr, backend=backend, **options)
+    means = []
+    for value, step_grads in zip(lrs, grads, strict=True):
+        lr.fill_(value)
+        run(twins, [step_grads], eager)
+        means.append(eager.exp_avg_sq_mean.clone())
+
+    lr = torch.tensor(lrs[0])
+    optimizer = FusedAdamS(params, lr=lr, backend=backend, **options)
+    static = [grad.clone() for grad in grads[0]]
+    set_grads(params, static)
+
+    def next_grads(t: int) -> None:
+        lr.fill_(lrs[t])
+        for own, grad in zip(static, grads[t], strict=True):
+            own.copy_(grad)
+
+    for t in range(3):
+        next_grads(t)
+        warm_up(optimizer.step, 1)
+    replay = captured(optimizer.step)
+    for t in range(3, 6):
+        next_grads(t)
+        replay()
+        assert torch.equal(optimizer.exp_avg_sq_mean, means[t])
+    assert all(map(torch.equal, params, twins))
+    for param, twin in zip(params, twins, strict=True):
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(value, eager.state[twin][key])
+
+
+@triton_only
+@pytest.mark.parametrize("options", MODES)
+def test_replay_of_a_whole_training_step(backend: str, options: dict[str, Any]) -> None:
+    """The gradients are allocated within the graph, so their addresses are uploaded by it, in each replay."""
+    inputs = [torch.randn(16, 9) for _ in range(6)]
+    model = torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    twin = copy.deepcopy(model)
+    lr = torch.tensor(1e-2)
+
+    def training_step(own: torch.nn.Module, optimizer: FusedAdamS, x: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        own(x).square().mean().backward()
+        optimizer.step()
+
+    eager = FusedAdamS(twin.parameters(), lr=lr, backend=backend, **options)
+    for x in inputs:
+        training_step(twin, eager, x)
+
+    optimizer = FusedAdamS(model.parameters(), lr=lr, backend=backend, **options)
+    static = inputs[0].clone()
+    for x in inputs[:3]:
+        static.copy_(x)
+        warm_up(lambda: training_step(model, optimizer, static), 1)
+    optimizer.zero_grad(set_to_none=True)
+    replay = captured(lambda: training_step(model, optimizer, static))
+    for x in inputs[3:]:
+        static.copy_(x)
+        replay()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+# --- Streams and devices
+
+
+@pytest.mark.backends(split=True, without=("cpu",))
+@pytest.mark.parametrize("options", MODES)
+def test_steps_on_another_stream(backend: str, options: dict[str, Any]) -> None:
+    """Streams take turns; in between memory is freed and used again, which must not be the optimizer's."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
+    twins = twins_of(params)
+    run(twins, grads, FusedAdamS(twins, backend=backend, **options))
+    optimizer = FusedAdamS(params, backend=backend, **options)
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream()] if ON_GPU else [None, None]
+    for t, step_grads in enumerate(grads):
+        set_grads(params, [grad.clone() for grad in step_grads])
+        with on_stream(streams[t % 2]):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for shape in SHAPES:
+            torch.full(shape, float("nan"))
+    assert all(map(torch.equal, params, twins))
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """In order with what comes before and after on the current stream."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
+@pytest.mark.backends(split=True, without=("cpu",))
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"amsgrad": True}], ids=str)
+def test_two_devices_share_one_schedule(backend: str, options: dict[str, Any]) -> None:
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 4, torch.float64)
+    reference = defined(params, grads, [{"params": range(len(SHAPES))}], **options)
+    devices = ["cuda:0", "cuda:1"] if ON_GPU else ["cpu", "cpu"]
+    params = [torch.nn.Parameter(param.detach().to(devices[i % 2])) for i, param in enumerate(params)]
+    optimizer = FusedAdamS(params, backend=backend, **options)
+    for step_grads in grads:
+        set_grads(params, [grad.to(param.device) for param, grad in zip(params, step_grads, strict=True)])
+        optimizer.step()
+    assert error(params, reference.params) < 1e-14
+    assert {str(optimizer.state[param]["exp_avg"].device) for param in params} == set(devices)
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
+@triton_only
+def test_a_device_that_is_not_the_current_one(backend: str) -> None:
+    device = "cuda:1" if ON_GPU else "cpu"
+    params = [torch.nn.Parameter(torch.ones(1000, device=device)) for _ in range(3)]
+    optimizer = FusedAdamS(params, backend=backend)
+    for _ in range(2):
+        set_grads(params, [torch.ones(1000, device=device) for _ in params])
+        optimizer.step()
+    assert all((param < 1).all() for param in params)
+
+
+def test_auto_takes_the_triton_kernels() -> None:
+    name = "triton" if ON_GPU else "cpu"
+    assert f"backend: {name}\n" in repr(FusedAdamS(random_params([(3,)])))

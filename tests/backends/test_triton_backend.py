@@ -1,0 +1,277 @@
+"""What the Triton backend does around its kernels: who walks what, which addresses are uploaded when, who is served."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS
+from swd_fused.backends.triton import operands as triton_operands
+from swd_fused.backends.triton.kernels.tables import ALIGNED, GROUP
+from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
+from swd_fused.upload import upload
+from tests.backends.triton_launches import launches
+from tests.runs import random_grads, random_params, run
+
+# --- Segments
+
+MODELS = {
+    "one": [7],
+    "one block": [BLOCK],
+    "one large": [10 * MAX_SEGMENT + 3],
+    "tiny": [1 + i % 5 for i in range(1000)],
+    "mixed": [1_000_003, 5, 0, 70_000, 0, 513, 512, 3_000_000, 1],
+    "empty among": [0, 0, 9, 0],
+    "empty": [0, 0],
+}
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 132, 1056, 5000])
+@pytest.mark.parametrize("numels", MODELS.values(), ids=list(MODELS))
+class TestSegments:
+    def test_each_element_is_in_one_segment(self, numels: list[int], programs: int) -> None:
+        segments, _ = segments_of(dict(enumerate(numels)), programs)
+        ends = [0] * len(numels)
+        for tensor, start, length in segments:
+            assert start == ends[tensor]
+            assert 0 < length <= MAX_SEGMENT
+            ends[tensor] += length
+        assert ends == numels
+        assert [segment.tensor for segment in segments] == sorted(segment.tensor for segment in segments)
+
+    def test_cuts_keep_blocks_whole(self, numels: list[int], programs: int) -> None:
+        segments, _ = segments_of(dict(enumerate(numels)), programs)
+        assert all(segment.start % BLOCK == 0 for segment in segments)
+
+    def test_each_segment_has_one_program(self, numels: list[int], programs: int) -> None:
+        segments, firsts = segments_of(dict(enumerate(numels)), programs)
+        assert len(firsts) == programs + 1
+        assert firsts[0] == 0
+        assert firsts[-1] == len(segments)
+        assert all(first <= end for first, end in pairwise(firsts))
+
+    def test_shares_are_even(self, numels: list[int], programs: int) -> None:
+        """Within a block, a cut's own cost on either side, and one tensor that is too small to cut."""
+        segments, firsts = segments_of(dict(enumerate(numels)), programs)
+        share = sum(numel + SEGMENT_COST for numel in numels) / programs
+        for first, end in pairwise(firsts):
+            elements = sum(segment.length for segment in segments[first:end])
+            tensors = len({segment.tensor for segment in segments[first:end]})
+            assert elements + (tensors - 1) * SEGMENT_COST <= share + 2 * BLOCK
+
+
+def test_tensors_keep_their_numbers() -> None:
+    """Those of a part are some of the bucket's."""
+    segments, _ = segments_of({3: 600, 8: 5}, 1)
+    assert segments == [(3, 0, 600), (8, 0, 5)]
+
+
+FLOATS = Dtypes(*[torch.float32] * len(Dtypes._fields))
+
+
+@pytest.mark.parametrize(("numels", "programs"), [([5, 6], 2), ([5000], 10), ([10**6], 100), ([0], 1), ([0, 0], 1)])
+def test_no_more_programs_than_blocks(numels: list[int], programs: int) -> None:
+    assert Part(FLOATS, dict(enumerate(numels)), 100, torch.device("cpu")).programs == programs
+
+
+@pytest.mark.parametrize("numels", [{0: 5}, {0: 0}, {}], ids=str)
+def test_tables_have_the_dtypes_that_kernels_are_compiled_for(numels: dict[int, int]) -> None:
+    """Compiled once, at the first launch: also if there is nothing but empty tensors in it."""
+    part = Part(FLOATS, numels, 4, torch.device("cpu"))
+    tables = part.segments, part.program_segments, part.sums, part.slots, part.counter
+    assert [table.dtype for table in tables] == [torch.int64, torch.int32, torch.float64, torch.float64, torch.int32]
+
+
+# --- Operands
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Tables of addresses, as they are uploaded."""
+    seen: list[Tensor] = []
+
+    def noted(values: Tensor, device: torch.device) -> Tensor:
+        seen.append(values)
+        return upload(values, device)
+
+    monkeypatch.setattr(triton_operands, "upload", noted)
+    return seen
+
+
+def optimizer_of(params: list[torch.nn.Parameter], **options: object) -> FusedAdamS:
+    return FusedAdamS(params, backend="triton", **options)  # type: ignore[arg-type]
+
+
+def copied_columns(optimizer: FusedAdamS) -> list[tuple[int, int]]:
+    assert optimizer._arrangement is not None
+    (bucket,) = optimizer._arrangement.buckets
+    return [(column, tensor) for column, tensor, _ in bucket.plan._operands._copies]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"schedule": "lagged"}, {"max_grad_norm": 1.0}], ids=str)
+def test_addresses_are_uploaded_only_when_one_has_changed(
+    uploads: list[Tensor], options: dict[str, object], split: bool
+) -> None:
+    shapes = [(30,), (4, 5), ()]
+    params, grads = random_params(shapes), random_grads(shapes, 2)
+    optimizer = optimizer_of(params, **options)
+    for param, grad in zip(params, grads[0], strict=True):
+        param.grad = grad
+    with launches(split):
+        for _ in range(3):
+            optimizer.step()
+        assert len(uploads) == 1
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        assert len(uploads) == 1
+        for change in (
+            lambda: setattr(params[1], "grad", grads[1][1]),
+            lambda: setattr(params[2], "data", params[2].detach().clone()),
+            lambda: optimizer.state[params[0]]["exp_avg"].set_(torch.zeros(30)),
+        ):
+            before = len(uploads)
+            change()
+            optimizer.step()
+            optimizer.step()
+            assert len(uploads) == before + 1
+
+
+def test_the_table_has_the_tensors_addresses(uploads: list[Tensor]) -> None:
+    params, grads = random_params([(30,), (33,)]), random_grads([(30,), (33,)], 1)
+    params[1] = torch.nn.Parameter(torch.randn(34)[1:])
+    for param, grad in zip(params, grads[0], strict=True):
+        param.grad = grad
+    optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:]}], backend="triton")
+    optimizer.step()
+    rows = uploads[0].tolist()
+    for group, (param, row) in enumerate(zip(params, rows, strict=True)):
+        state = optimizer.state[param]
+        tensors = param, param.grad, state["exp_avg"], state["exp_avg_sq"]
+        assert row[:4] == [tensor.data_ptr() for tensor in tensors]
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        assert (row[ALIGNED.value], row[GROUP.value]) == (aligned, group)
+    assert not rows[1][ALIGNED.value]
+
+
+def test_tensors_in_memory_order_are_not_copied() -> None:
+    """Whatever that order is, as long as the moments have it too."""
+    values = torch.randn(4, 3, 5, 5)
+    for param_of in (
+        lambda: values.clone(),
+        lambda: values.contiguous(memory_format=torch.channels_last),
+        lambda: values.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        lambda: torch.randn(301)[1:].view(4, 3, 5, 5),
+        lambda: torch.randn(1, 300).t(),
+    ):
+        param = torch.nn.Parameter(param_of())
+        param.grad = torch.randn_like(param)
+        optimizer = optimizer_of([param], amsgrad=True)
+        optimizer.step()
+        assert copied_columns(optimizer) == []
+
+
+def test_what_lies_otherwise_is_copied() -> None:
+    """Columns: parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq. The second moment's order counts."""
+    params = random_params([(4, 5), (4, 5), (4, 5)])
+    params[2] = torch.nn.Parameter(torch.randn(4, 10)[:, ::2])
+    optimizer = optimizer_of(params)
+    run(params, [[torch.randn(4, 5), torch.randn(5, 4).t(), torch.randn(4, 5)]], optimizer)
+    assert copied_columns(optimizer) == [(0, 2), (1, 1)]
+    state = optimizer.state[params[0]]
+    state["exp_avg_sq"] = state["exp_avg_sq"].t().contiguous().t()
+    run(params, [[torch.randn(4, 5)] * 3], optimizer)
+    assert copied_columns(optimizer) == [(0, 0), (0, 2), (1, 0), (2, 0)]
+
+
+# --- Sums
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"schedule": "lagged"}], ids=str)
+def test_sums_are_the_same_whether_emitted_or_rebuilt(
+    dtype: torch.dtype, options: dict[str, object], split: bool
+) -> None:
+    shapes = [(3,), (513,), (1536,), (40, 30), (0,), (2049,)]
+    params, grads = random_params(shapes, dtype), random_grads(shapes, 2, dtype)
+    params[2] = torch.nn.Parameter(torch.randn(1537).to(dtype)[1:])  # not aligned
+    optimizer = optimizer_of(params, **options)
+    with launches(split):
+        run(params, grads, optimizer)
+        assert optimizer._arrangement is not None
+        (bucket,) = optimizer._arrangement.buckets
+        emitted = [part.sums.clone() for part in bucket.plan.parts]
+        bucket.begin_step([param.grad for param in params], optimizer.param_groups)
+        bucket.plan._make_parts(bucket)
+    for part, sums in zip(bucket.plan.parts, emitted, strict=True):
+        assert part.programs == (3 if split else 1)
+        assert torch.equal(part.sums, sums)
+        by_tensor = torch.zeros(len(shapes), dtype=torch.float64).index_add(0, part.segments[:, 0], sums)
+        exact = torch.stack([tensor.double().sum() for tensor in bucket.averaged])
+        torch.testing.assert_close(by_tensor, exact, rtol=1e-6, atol=0)
+
+
+# --- Who is served
+
+
+def output_of(code: str, **variables: str) -> str:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+ASK = """
+import torch
+from swd_fused import FusedAdamS
+try:
+    print(FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="triton"))
+except RuntimeError as error:
+    print(error)
+print(FusedAdamS([torch.nn.Parameter(torch.ones(3))]))
+"""
+
+WITHOUT_TRITON = """
+import sys
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Nothing())
+"""
+
+
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
+    output = output_of(ASK)
+    assert 'backend="triton" cannot serve torch.float32 parameters on cpu: no Triton kernels for cpu devices' in output
+    assert "with TRITON_INTERPRET=1, slowly" in output
+    assert "backend: cpu\n" in output
+
+
+def test_without_triton_the_package_works_and_says_what_is_missing() -> None:
+    assert "backend: cpu\n" in output_of(WITHOUT_TRITON + ASK)
+    output = output_of(WITHOUT_TRITON + ASK, TRITON_INTERPRET="1")
+    assert "Triton is not installed (No module named 'triton')" in output
+    assert "use a CUDA or ROCm build of torch" in output
+    assert "backend: cpu\n" in output
+
+
+def test_the_package_does_not_import_triton() -> None:
+    """It takes half a second, and a step on the CPU does without."""
+    code = "import sys, swd_fused.backends; print([name for name in sys.modules if name.startswith('triton')])"
+    assert output_of(code).strip() == "[]"
+
+
+def test_other_devices_and_dtypes_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="no Triton kernels for meta devices"):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3, device="meta"))], backend="triton")
+    with pytest.raises(RuntimeError, match=r"no fused kernels for torch.float8_e4m3fn"):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))], backend="triton")

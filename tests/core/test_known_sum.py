@@ -1,0 +1,243 @@
+"""Steps that are told the sum of squared gradients: the same result without pass 1, by parts too, on shards too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from swd_fused import FusedAdamS
+from tests.definition import AdamS, wide
+from tests.distributed.ranks import once_on_ranks
+from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
+from tests.distributed.sharded_model import defined as defined_model
+from tests.runs import defined, error, random_grads, random_params, steps_for
+
+SHAPES = [(300,), (40, 5), (), (7, 3)]
+GROUPS = [{"params": [0, 1], "weight_decay": 2e-3}, {"params": [2, 3], "weight_decay": 0.0, "eps": 1e-6}]
+NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
+
+
+def sumsq(grads: list[Tensor]) -> Tensor:
+    return torch.stack([grad.square().sum() for grad in grads]).sum()
+
+
+def prepared(backend: str, **options: Any) -> tuple[list[torch.nn.Parameter], list[list[Tensor]], FusedAdamS]:
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
+    groups = [{**group, "params": [params[i] for i in group["params"]]} for group in GROUPS]
+    return params, grads, FusedAdamS(groups, lr=0.01, backend=backend, **options)
+
+
+def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+
+
+@pytest.mark.parametrize("numel", [None, NUMEL])
+@pytest.mark.parametrize("max_grad_norm", [None, 2.0])
+def test_a_known_sum_gives_the_same_step(backend: str, max_grad_norm: float | None, numel: int | None) -> None:
+    params, grads, optimizer = prepared(backend, max_grad_norm=max_grad_norm)
+    reference = defined(params, grads, GROUPS, max_grad_norm=max_grad_norm, lr=0.01)
+    for t, step_grads in enumerate(grads):
+        set_grads(params, step_grads)
+        known = sumsq(step_grads)
+        optimizer.step(grad_sumsq=known if t % 2 else float(known), numel=numel)
+    assert error(params, reference.params) < 1e-14
+    torch.testing.assert_close(float(optimizer.exp_avg_sq_mean), float(reference.exp_avg_sq_mean), rtol=1e-12, atol=0)
+    torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("numel", [None, NUMEL])
+def test_a_known_sum_without_bias_correction(backend: str, numel: int | None) -> None:
+    class Uncorrected(AdamS):
+        def bias_correction(self, beta: float, i: int) -> np.ndarray:
+            return wide(1.0)
+
+    params, grads, optimizer = prepared(backend, bias_correction=False)
+    reference = defined(params, grads, GROUPS, Uncorrected, lr=0.01)
+    for step_grads in grads:
+        set_grads(params, step_grads)
+        optimizer.step(grad_sumsq=sumsq(step_grads), numel=numel)
+    assert error(params, reference.params) < 1e-14
+
+
+def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither gradients nor moments are read before the update, but for the first time."""
+    params, grads, optimizer = prepared(backend)
+    set_grads(params, grads[0])
+    optimizer.step(grad_sumsq=sumsq(grads[0]))
+    chosen = type(optimizer._backend_of(params[0])[0])
+    for name in ("gradient_sums", "step", "exp_avg_sq_sums", "max_exp_avg_sq_sum"):
+        monkeypatch.setattr(chosen, name, None)
+    set_grads(params, grads[1])
+    optimizer.step(grad_sumsq=sumsq(grads[1]))
+    with pytest.raises(TypeError):
+        optimizer.step()
+
+
+def test_parts_of_a_step_share_a_known_sum(backend: str) -> None:
+    """As DeepSpeed does it: each group alone in `param_groups`, one after the other, state loaded in the middle."""
+    params, grads, optimizer = prepared(backend)
+    reference = defined(params, grads, GROUPS, lr=0.01)
+    for t, step_grads in enumerate(grads):
+        if t == len(grads) // 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        known = sumsq(step_grads)
+        groups = optimizer.param_groups
+        for group in groups:
+            optimizer.param_groups = [group]
+            set_grads(params, step_grads)
+            optimizer.step(grad_sumsq=known, numel=NUMEL)
+        optimizer.param_groups = groups
+    assert error(params, reference.params) < 1e-14
+
+
+def test_a_step_that_is_skipped_by_parts_counts_once(backend: str) -> None:
+    params, grads, optimizer = prepared(backend, skip_nonfinite=True)
+    for known in (torch.nan, 1.0, torch.inf, torch.inf):
+        for param, grad in zip(params, grads[0], strict=True):
+            param.grad = grad.clone()
+            optimizer.step(grad_sumsq=known, numel=NUMEL)
+            param.grad = None
+    assert int(optimizer.skipped_steps) == 3
+
+
+def test_a_provider_is_asked_in_each_step(backend: str) -> None:
+    params, grads, optimizer = prepared(backend)
+    reference = defined(params, grads, GROUPS, lr=0.01)
+    asked = iter(grads)
+    optimizer.grad_sumsq_provider = lambda: (sumsq(next(asked)), None)
+    for step_grads in grads:
+        set_grads(params, step_grads)
+        optimizer.step()
+    assert error(params, reference.params) < 1e-14
+    assert next(asked, None) is None
+
+
+def test_sums_known_with_and_without_numel_take_turns(backend: str) -> None:
+    params, grads, optimizer = prepared(backend)
+    reference = defined(params, grads, GROUPS, lr=0.01)
+    for t, step_grads in enumerate(grads):
+        set_grads(params, step_grads)
+        optimizer.step(grad_sumsq=sumsq(step_grads), numel=NUMEL if t % 2 == 0 else None)
+    assert error(params, reference.params) < 1e-14
+
+
+def test_a_skipped_step_with_a_known_sum_leaves_sums_right(backend: str) -> None:
+    params, grads, optimizer = prepared(backend, skip_nonfinite=True)
+    reference = defined(params, grads[:2], GROUPS, lr=0.01)
+    set_grads(params, grads[0])
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step(grad_sumsq=torch.inf, numel=NUMEL)
+    set_grads(params, grads[1])
+    optimizer.step()
+    assert error(params, reference.params) < 1e-14
+
+
+def test_known_and_computed_sums_take_turns(backend: str) -> None:
+    params, grads, optimizer = prepared(backend)
+    reference = defined(params, grads, GROUPS, lr=0.01)
+    for t, step_grads in enumerate(grads):
+        set_grads(params, step_grads)
+        known: list[dict[str, Any]] = [{}, {"grad_sumsq": sumsq(step_grads)}, {"numel": NUMEL}]
+        known[2].update(known[1])
+        optimizer.step(**known[t % 3])
+    assert error(params, reference.params) < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("known", "options", "message"),
+    [
+        ({"grad_sumsq": -1.0}, {}, "wanted a number >= 0"),
+        ({"grad_sumsq": "3"}, {}, "wanted a number >= 0"),
+        ({"grad_sumsq": torch.ones(2)}, {}, "wanted one number"),
+        ({"numel": 3}, {}, "numel=3 without grad_sumsq"),
+        ({"grad_sumsq": 1.0, "numel": 0}, {}, "numel=0, wanted the number of elements"),
+        ({"grad_sumsq": 1.0}, {"schedule": "lagged"}, 'Use schedule="exact"'),
+        ({"grad_sumsq": 1.0}, {"amsgrad": True}, "amsgrad=True, whose maxima"),
+    ],
+)
+def test_what_a_known_sum_cannot_do(known: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = FusedAdamS([param], **options)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(**known)
+    assert torch.equal(param, torch.ones(3))
+    assert not optimizer.state
+
+
+def test_groups_with_different_beta2_need_their_own_sums() -> None:
+    params = random_params([(3,), (4,)])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:], "betas": (0.9, 0.95)}])
+    with pytest.raises(ValueError, match=r"different betas, \[0.95, 0.999\]"):
+        optimizer.step(grad_sumsq=7.0)
+
+
+# --- On shards
+
+
+def clipped_by_torch(with_numel: bool) -> tuple[Record, list[int]]:
+    """The norm that `clip_grad_norm_` returns, before it clips, is the one thing that is needed."""
+    torch.manual_seed(0)
+    model = new_model()
+    numels = [param.numel() for param in model.parameters()]
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = FusedAdamS(param_groups(model), lr=LR)
+    all_reduces = [0]
+    all_reduce = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        all_reduces[-1] += 1
+        return all_reduce(*args, **kwargs)
+
+    def step(optimizer: FusedAdamS) -> None:
+        params = [param for param in model.parameters() if param.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
+        clipped = norm * (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1)
+        all_reduces.append(0)
+        dist.all_reduce = counting
+        try:
+            optimizer.step(grad_sumsq=clipped**2, numel=sum(numels) if with_numel else None)
+        finally:
+            dist.all_reduce = all_reduce
+
+    return train(model, optimizer, range(0, 12, 3), step=step), all_reduces[1:]
+
+
+def run_cases() -> dict[bool, tuple[Record, list[int]]]:
+    return {with_numel: clipped_by_torch(with_numel) for with_numel in (False, True)}
+
+
+@pytest.mark.parametrize("with_numel", [False, True])
+def test_a_known_sum_on_shards(with_numel: bool) -> None:
+    """Told how many elements there are, ranks have nothing to ask each other after the first step."""
+    reference = defined_model(steps=range(0, 12, 3))
+    for answers in once_on_ranks(2, run_cases):
+        record, all_reduces = answers[with_numel]
+        assert distance(record, reference) < 1e-10
+        assert all_reduces == ([1, 0, 0, 0] if with_numel else [1, 1, 1, 1])
+
+
+@pytest.mark.backends(interpreted=False)
+def test_a_skipped_step_does_not_advance_the_sum_of_the_whole_model(backend: str) -> None:
+    """Neither what it adds up nor the steps by which its bias is corrected."""
+    means = []
+    for sums in ([5.0, 5.0], [5.0, float("inf"), 5.0]):
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer = FusedAdamS([param], skip_nonfinite=True, backend=backend)
+        for grad_sumsq in sums:
+            param.grad = torch.ones(5)
+            optimizer.step(grad_sumsq=grad_sumsq, numel=5)
+        means.append(float(optimizer.exp_avg_sq_mean))
+    assert means[0] == means[1] == pytest.approx(1.0)

@@ -1,0 +1,214 @@
+"""FusedAdamS on shards equals the definition on one process.
+
+Each world size is started once, for all cases: a test looks at what its case returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from swd_fused import FusedAdamS
+from swd_fused.distributed.collective import Collective
+from tests.definition import MeanOfStepBefore
+from tests.distributed import sharded_model
+from tests.distributed.ranks import once_on_ranks
+from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, defined, distance, new_model, param_groups, train
+
+TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Record, list[int]]:
+    """A run, and the number of its all-reduces in each step of the optimizer."""
+    optimizer = FusedAdamS(param_groups(model), lr=LR, **options)
+    calls: list[int] = []
+    travelling: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[-1] += 1
+        return all_reduce(*args, **kwargs)
+
+    def step(optimizer: FusedAdamS) -> None:
+        calls.append(0)
+        dist.all_reduce = counting
+        try:
+            optimizer.step()
+        finally:
+            dist.all_reduce = all_reduce
+        reduction = optimizer._lagged_sums._reduction
+        travelling.append(0 if reduction is None else len(reduction._travelling))
+
+    record = train(model, optimizer, part=part, step=step)
+    record.travelling = travelling
+    return record, calls
+
+
+def my_part(index: int, parts: int) -> slice:
+    return slice(16 // parts * index, 16 // parts * (index + 1))
+
+
+def fsdp(**options: Any) -> tuple[Record, list[int]]:
+    model = new_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.side, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return counted(options, model, my_part(dist.get_rank(), dist.get_world_size()))
+
+
+def tensor_parallel(**options: Any) -> tuple[Record, list[int]]:
+    """All of the model but `up` and `down` are plain tensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return counted(options, parallelize_module(new_model(), mesh, TP_PLAN), slice(None))
+
+
+def ddp(**options: Any) -> tuple[Record, list[int]]:
+    model = DistributedDataParallel(new_model(), find_unused_parameters=True)
+    record, calls = counted(options, model, my_part(dist.get_rank(), dist.get_world_size()))
+    record.params = {name.removeprefix("module."): value for name, value in record.params.items()}
+    return record, calls
+
+
+def hsdp(**options: Any) -> tuple[Record, list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(new_model(), mesh=mesh)
+    return counted(options, model, my_part(dist.get_rank(), 4))
+
+
+def tp_fsdp(**options: Any) -> tuple[Record, list[int]]:
+    """`up` and `down` are sharded over both dimensions, strided where both cut the same one, the rest over one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(new_model(), mesh["tp"], TP_PLAN)
+    fully_shard(model, mesh=mesh["dp"])
+    return counted(options, model, my_part(mesh["dp"].get_local_rank(), 2))
+
+
+def float32() -> Record:
+    model = fully_shard(new_model(torch.float32), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return train(model, FusedAdamS(param_groups(model), lr=LR, **CLIP), dtype=torch.float32)
+
+
+def own_shard_only(run: Callable[[], tuple[Record, list[int]]]) -> tuple[Record, list[int]]:
+    """Deliberately wrong: each rank takes the mean of what it has."""
+    right = Collective.__init__
+
+    def wrong(self: Collective, shardings: Any, last: Any, device: torch.device) -> None:
+        right(self, shardings, [], device)
+        self._groups = []
+
+    def parts_add_up(self: Collective, rows: Any, width: int) -> torch.Tensor:
+        return torch.stack([row for _, row in rows]).sum(0)
+
+    total = Collective.total
+    Collective.__init__, Collective.total = wrong, parts_add_up  # type: ignore[method-assign]
+    try:
+        return run()
+    finally:
+        Collective.__init__, Collective.total = right, total  # type: ignore[method-assign]
+
+
+CLIP = {"max_grad_norm": MAX_GRAD_NORM}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipping": CLIP,
+    "torch backend": {**CLIP, "backend": "torch"},
+    "not clipping": {},
+    "amsgrad": {**CLIP, "amsgrad": True},
+    "lagged": {"schedule": "lagged"},
+}
+LAYOUTS = {2: [fsdp, tensor_parallel, ddp], 4: [fsdp, tensor_parallel, hsdp, tp_fsdp]}
+CASES: dict[int, dict[str, Callable[[], Any]]] = {
+    size: {
+        f"{layout.__name__}, {name}": partial(layout, **options)
+        for layout in layouts
+        for name, options in OPTIONS.items()
+    }
+    for size, layouts in LAYOUTS.items()
+}
+for size in CASES:
+    CASES[size]["float32"] = float32
+    CASES[size]["wrong"] = partial(own_shard_only, partial(fsdp, **CLIP))
+    CASES[size]["wrong, tensor parallel"] = partial(own_shard_only, partial(tensor_parallel, **CLIP))
+
+
+def run_cases(size: int) -> dict[str, Any]:
+    return {name: case() for name, case in CASES[size].items()}
+
+
+def results(size: int) -> list[dict[str, Any]]:
+    return once_on_ranks(size, run_cases, size)
+
+
+@cache
+def expected(options: str) -> Record:
+    given = OPTIONS[options]
+    definition = {"definition": MeanOfStepBefore} if "schedule" in given else {}
+    return defined(given.get("max_grad_norm"), amsgrad=given.get("amsgrad", False), **definition)
+
+
+RUNS = [(size, layout.__name__, options) for size in LAYOUTS for layout in LAYOUTS[size] for options in OPTIONS]
+
+
+@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
+def test_sharded_equals_the_definition_on_one_process(size: int, layout: str, options: str) -> None:
+    """Over clipping, a warm-up and decay of lr, groups with and without decay, a gradient that comes and goes."""
+    reference = expected(options)
+    for answers in results(size):
+        record, _ = answers[f"{layout}, {options}"]
+        assert distance(record, reference) < 1e-12
+        if options == "lagged":
+            torch.testing.assert_close(record.means[1:], reference.means[:-1], rtol=1e-10, atol=0)
+        else:
+            torch.testing.assert_close(record.means, reference.means, rtol=1e-10, atol=0)
+            torch.testing.assert_close(record.grad_norms, reference.grad_norms, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
+def test_the_mean_is_bitwise_the_same_on_all_ranks(size: int, layout: str, options: str) -> None:
+    first, *others = [answers[f"{layout}, {options}"][0] for answers in results(size)]
+    assert len(set(first.means)) >= sharded_model.STEPS - 1  # the first two of a lagged run are the same
+    assert all(other.means == first.means for other in others)
+
+
+ALL_REDUCES = {"fsdp": 1, "tensor_parallel": 1, "ddp": 0, "hsdp": 1, "tp_fsdp": 2}
+
+
+@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
+def test_all_reduces_in_a_step(size: int, layout: str, options: str) -> None:
+    """One for each process group that anything is sharded over. amsgrad takes another round."""
+    expected_calls = ALL_REDUCES[layout] * (2 if options == "amsgrad" else 1)
+    for answers in results(size):
+        _, calls = answers[f"{layout}, {options}"]
+        assert set(calls[1:]) == {expected_calls}  # the first one of a lagged run is exact
+
+
+@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
+def test_only_lagged_sums_travel_while_the_model_computes(size: int, layout: str, options: str) -> None:
+    expected_travelling = 1 if options == "lagged" and layout != "ddp" else 0
+    for answers in results(size):
+        assert answers[f"{layout}, {options}"][0].travelling == [expected_travelling] * sharded_model.STEPS
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_in_float32_within_1e_6_of_one_process(size: int) -> None:
+    """With the same batch on all ranks, so that gradients differ by nothing but the order of sums."""
+    model = new_model(torch.float32)
+    optimizer = FusedAdamS(param_groups(model), lr=LR, **CLIP)
+    reference = train(model, optimizer, dtype=torch.float32)
+    for answers in results(size):
+        assert distance(answers["float32"], reference) < 1e-6
+
+
+@pytest.mark.parametrize("size", CASES)
+@pytest.mark.parametrize("case", ["wrong", "wrong, tensor parallel"])
+def test_the_mean_of_the_own_shard_is_told_apart(size: int, case: str) -> None:
+    assert max(distance(answers[case][0], expected("clipping")) for answers in results(size)) > 1e-4
