@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
 from swd_fused.arguments import check_adamw_weight_decay
-from swd_fused.bucket import Arrangement
+from swd_fused.buckets import Buckets
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, hyper_rows
 
@@ -22,7 +22,7 @@ class InAdamWTerms(Optimizer):
     param_groups: list[dict[str, Any]]
     exp_avg_sq_mean: Tensor
     options: Options
-    _arrangement: Arrangement | None
+    _buckets: Buckets
     _adamw_weight_decay: float | None
 
     def effective_weight_decay(self) -> list[float]:
@@ -58,6 +58,5 @@ class InAdamWTerms(Optimizer):
         for group in self.param_groups:
             if group["weight_decay"] > 0:
                 group["weight_decay"] = adamw_weight_decay * (rms + group["eps"])
-        if self._arrangement is not None:
-            for bucket in self._arrangement.buckets:
-                bucket.set_hyper(self.param_groups)
+        for bucket in self._buckets.current:
+            bucket.set_hyper(self.param_groups)

@@ -14,6 +14,7 @@ from swd_fused import backends
 from swd_fused.options import DECAYS
 
 SCHEDULES = ("exact", "lagged")
+GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # Schedulers that end at zero miss it by a rounding: LinearLR gives -1.9e-20. Taken as zero.
 LR_ROUNDING = 1e-12
@@ -159,6 +160,8 @@ def check_grads(params: list[Tensor], grads: list[Tensor]) -> None:
             wanted = "one on the parameter's device. Move the model before the backward pass."
         elif grad.shape != param.shape:
             wanted = "one of the parameter's shape. Call zero_grad() after replacing a parameter's data."
+        elif grad.dtype.to_real() not in GRAD_DTYPES:
+            wanted = f"one of {', '.join(map(str, GRAD_DTYPES))} instead of {grad.dtype}. Convert it."
         else:
             continue
         raise RuntimeError(

@@ -1,11 +1,12 @@
-"""FusedAdamS: arguments, state and messages. How a step is taken is in step.py."""
+"""FusedAdamS: arguments, the step, and the state dict."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from itertools import repeat
+from operator import is_not
 from typing import Any, overload
 
 import torch
@@ -13,12 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from swd_fused import backends, known_sum
-from swd_fused.active import Active, active_params
+from swd_fused import backends
 from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.arguments import (
     check_flags,
-    check_grads,
     check_group,
     check_lr_value,
     check_not_in_backward,
@@ -27,20 +26,29 @@ from swd_fused.arguments import (
     check_total_numel,
     checked_decay,
 )
-from swd_fused.bucket import Arrangement, Bucket
+from swd_fused.buckets import Bucket, Buckets
 from swd_fused.checkpoint import loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
-from swd_fused.distributed.whole_model import WholeModel
-from swd_fused.known_sum import Known, WholeModelSum
-from swd_fused.lagged_sums import LaggedSums
-from swd_fused.loss_scale import LossScale
 from swd_fused.options import Options
 from swd_fused.precision import check_precision, check_use_of_precision
+from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state import initialized
-from swd_fused.step import Number, exact, lagged, take_step
+from swd_fused.sums import (
+    FromCaller,
+    FromCallerInParts,
+    PassOne,
+    Source,
+    StepBefore,
+    checked_grad_sq,
+    on_device_of,
+    skip_on_all_ranks,
+    stored_sum,
+)
+from swd_fused.upload import is_fake, moved
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
@@ -97,9 +105,10 @@ class FusedAdamS(InAdamWTerms):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _whole_model: WholeModel
-    _whole_model_sum: WholeModelSum
-    _lagged_sums: LaggedSums
+    _ranks: Ranks
+    _buckets: Buckets
+    _step_before: StepBefore
+    _in_parts: FromCallerInParts
 
     def __init__(
         self,
@@ -160,7 +169,8 @@ class FusedAdamS(InAdamWTerms):
         self._adamw_weight_decay = None
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning()
-        self._lagged_sums = LaggedSums()
+        self._pass_one = PassOne(self._has_amsgrad)
+        self._step_before = StepBefore(self._pass_one)
         self._forget()
         defaults = {
             "lr": lr,
@@ -242,13 +252,7 @@ class FusedAdamS(InAdamWTerms):
             raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
             grad_sumsq, numel = self.grad_sumsq_provider()
-        grads = [param.grad for param in self.numbered_params()]
-        collective = self.collective(check=grad_sumsq is None)
-        known = None
-        if grad_sumsq is not None:
-            is_lagged = self.schedule == "lagged"
-            known = known_sum.checked(grad_sumsq, numel, self.param_groups, is_lagged, collective.device)
-        self._step(grads, collective, known)
+        self._take_step([param.grad for param in self.numbered_params()], grad_sumsq, numel)
 
     # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
@@ -270,81 +274,108 @@ class FusedAdamS(InAdamWTerms):
         optimizer_step(params, grads, numbers, self._handle)
 
     def step_with(self, grads: dict[int, Tensor]) -> None:
-        """What a graph comes back to."""
-        self._step([grads.get(number) for number in range(len(self.numbered_params()))], self.collective(), None)
+        """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
+        self._take_step([grads.get(number) for number in range(len(self.numbered_params()))], None, None)
 
     def numbered_params(self) -> list[Tensor]:
         """All parameters, in the order of their groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _step(self, grads: list[Tensor | None], collective: Collective, known: Known | None) -> None:
-        active = active_params(self.param_groups, grads, self.state)
-        if known is None or known.numel is None:
-            self._whole_model_sum = WholeModelSum()
-        if active.params or not collective.is_local:
-            self._take_step(active, collective, known)
-
     def collective(self, check: bool = True) -> Collective:
         """All-reduces over the ranks that share this optimizer's parameters."""
-        return self._whole_model.collective(self.param_groups, check)
+        return self._ranks.collective(self.param_groups, check)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _take_step(self, active: Active, collective: Collective, known: Known | None) -> None:
-        amsgrads = [group["amsgrad"] for group in self.param_groups]
-        first, before = False, self._arrangement
-        if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
-            check_grads(active.params, active.grads)
-            first = not any(active.states)
-            active = active._replace(states=[self._initialized(i, p) for i, p in zip(*active[1:3], strict=True)])
-            self._arrangement = Arrangement(active, amsgrads, self._arrange(active, amsgrads))
-        buckets = self._arrangement.buckets
-        loss_scale = LossScale(
-            getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.options.skip_nonfinite
+    def _take_step(self, grads: list[Tensor | None], grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
+            with torch.inference_mode(False), torch.no_grad():
+                return self._take_step(grads, grad_sumsq, numel)
+        self._decay_warning.warn()
+        ranks = self.collective(check=grad_sumsq is None)
+        if ranks.is_local and not any(map(is_not, grads, repeat(None))):
+            return None
+        gate = Gate(
+            self.max_grad_norm,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            self.options.skip_nonfinite,
         )
-        use_lagged = self._needs_one_pass() and not (first and collective.is_local)
-        took_last_step = (before or self._arrangement).buckets if use_lagged else []
-        if use_lagged and loss_scale.may_skip and collective.is_local:
-            use_lagged = not all(bucket.is_known_to_be_new() for bucket in took_last_step)
-        before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
-
-        def number() -> Number:
-            """All ranks come to the same branch, whatever gradients and state each of them has."""
-            if known is not None:
-                return self._known_number(known, active, buckets, collective, loss_scale)
-            if not use_lagged:
-                return exact(buckets, collective, self.max_grad_norm, self.total_numel, any(amsgrads), loss_scale)
-            if not collective.is_local:
-                return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads), loss_scale)
-            for bucket in took_last_step:
-                bucket.set_hyper(self.param_groups)
-            return lagged(took_last_step, collective, self.total_numel, loss_scale)
-
-        alone = len(buckets) == 1 and collective.is_local and known is None and self.total_numel is None
-        alone = alone and before_update is None and (not use_lagged or took_last_step is buckets)
+        grad_sq = None
+        if grad_sumsq is not None:
+            grad_sq = checked_grad_sq(grad_sumsq, numel, self.param_groups, self.schedule, ranks.device)
+        buckets = self._buckets.begin(self.param_groups, self.state, grads)
         try:
-            for bucket in buckets:
-                bucket.begin_step(active.grads, self.param_groups)
-            fused = None
-            if alone:
-                scale = loss_scale.on(buckets[0].device)
-                fused = buckets[0].backend.step(buckets[0], self.max_grad_norm, use_lagged, scale)
-            result = fused or take_step(buckets, number, loss_scale, before_update)
-            self.exp_avg_sq_mean, self.grad_norm, skip = result
-            if skip is not None and loss_scale.may_skip and not self._whole_model_sum.goes_on:
-                # In place: a CUDA graph adds to the same number in each replay.
-                self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
-            if use_lagged and not collective.is_local:
-                self._lagged_sums.leave(buckets, collective, loss_scale)
-        except BaseException:
-            self._arrangement = before  # the one that took the last step
-            raise
+            source = self._source(grads, grad_sq, numel)
+            scalars = self._fused_step(buckets, source, gate, ranks)
+            if scalars is None:
+                scalars = self._step_in_passes(buckets, source, gate, ranks)
         finally:
-            for bucket in buckets:
-                bucket.end_step()
+            self._buckets.end()
+        self._record(scalars, gate)
+        return None
+
+    def _source(self, grads: list[Tensor | None], grad_sq: Tensor | None, numel: int | None) -> Source:
+        """Returns where this step's sums come from. All ranks come to the same answer."""
+        if self._buckets.were_changed:
+            self._step_before.forget()
+        if grad_sq is None or numel is None:
+            self._in_parts = FromCallerInParts()
+            if grad_sq is not None:
+                return FromCaller(grad_sq)
+            return self._step_before if self._needs_one_pass() else self._pass_one
+        params = [param for param, grad in zip(self.numbered_params(), grads, strict=True) if grad is not None]
+        beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
+        self._in_parts.begin(grad_sq, numel, beta2, bias_correction, params, self._stored_sum)
+        return self._in_parts
+
+    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars | None:
+        """Takes both passes as one call, where there is a single local bucket and its backend offers that."""
+        is_single_local_bucket = len(buckets) == 1 and ranks.is_local and self.total_numel is None
+        if not is_single_local_bucket or self._adamw_weight_decay is not None:
+            return None
+        bucket, lagged = buckets[0], source is self._step_before
+        if lagged and not bucket.is_known_to_have_stepped():
+            if bucket.device.type != "cpu":
+                return None
+            lagged = False  # a first step is exact
+        elif not lagged and source is not self._pass_one:
+            return None
+        return bucket.backend.step(bucket, gate.on(bucket.device), lagged)
+
+    def _step_in_passes(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars:
+        sums = source.sums(buckets, gate, ranks)
+        grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
+        mean = sums.mean(grad_factor, self.total_numel)
+        skip = skip_on_all_ranks(gate, sums.grad_sq, ranks)
+        if self._adamw_weight_decay is not None:
+            self._match_adamw_now(mean)
+        grad_sqs = [
+            bucket.backend.pass2(
+                bucket,
+                moved(mean, bucket.device),
+                on_device_of(bucket, grad_factor),
+                on_device_of(bucket, skip),
+                source is self._step_before,
+            )
+            for bucket in buckets
+        ]
+        source.leave(buckets, grad_sqs, gate, skip, ranks)
+        if sums.grad_sq is None:
+            return StepScalars(mean, self._step_before.grad_norm(grad_sqs, gate, ranks), skip)
+        return StepScalars(mean, gate.grad_norm(sums.grad_sq), skip)
+
+    def _record(self, scalars: StepScalars, gate: Gate) -> None:
+        """Keeps what users log, and what the next step wants to know."""
+        self.exp_avg_sq_mean, self.grad_norm, skip = scalars
+        if skip is not None and gate.may_skip and not self._in_parts.goes_on:
+            # In place: a CUDA graph adds to the same number in each replay.
+            self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
+        for bucket in self._buckets.current:
+            bucket.note_step(gate.may_skip)
         if self.options.decay == "scheduled":
-            self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
+            self._decay_warning.note(self.exp_avg_sq_mean, self.param_groups)
 
     def _needs_one_pass(self) -> bool:
         """Whether nothing of this step's gradients must be known before the update."""
@@ -352,40 +383,29 @@ class FusedAdamS(InAdamWTerms):
             return self.schedule == "lagged"
         return self.max_grad_norm is None and not self.options.skip_nonfinite
 
-    def _known_number(
-        self, known: Known, active: Active, buckets: list[Bucket], collective: Collective, loss_scale: LossScale
-    ) -> Number:
-        if known.numel is None:
-            return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
-        if not loss_scale.may_skip:  # a step that is skipped would leave none
-            for bucket in buckets:
-                bucket.need_no_sums()
-        beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
-        loaded = partial(self._whole_model.sums_of_state, self.param_groups, self.state)
-        return self._whole_model_sum.number(
-            known, active.params, beta2, bias_correction, self.max_grad_norm, loss_scale, collective, loaded
-        )
+    def _has_amsgrad(self) -> bool:
+        return any(group["amsgrad"] for group in self.param_groups)
 
-    def _initialized(self, group_index: int, param: Tensor) -> dict[str, Any]:
-        amsgrad = self.param_groups[group_index]["amsgrad"]
-        return initialized(self.state[param], param, self.options, amsgrad, self._backend_of(param)[0])
-
-    def _arrange(self, active: Active, amsgrads: list[bool]) -> list[Bucket]:
-        positions = defaultdict(list)
-        for position, (index, param) in enumerate(zip(*active[1:3], strict=True)):
-            backend, _ = self._backend_of(param)
-            sharding = self._whole_model.sharding_of(param, self.param_groups[index])
-            has_master = self.options.needs_master(param.dtype)
-            positions[backend, param.device, amsgrads[index], has_master, sharding].append(position)
-        return [
-            Bucket(backend, amsgrad, has_masters, where, active, self.options, sharding)
-            for (backend, _, amsgrad, has_masters, sharding), where in positions.items()
+    def _stored_sum(self) -> tuple[Tensor, Tensor]:
+        """Returns the sum of v and the steps taken over all state, since wrappers show one group at a time."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        params = [
+            (param, group_of.get(param, {}))
+            for param, state in self.state.items()
+            if isinstance(state, dict) and "exp_avg_sq" in state
         ]
+        states = [(self._ranks.sharding_of(param, group), self.state[param]) for param, group in params]
+        return stored_sum(states, self._ranks.collective_of(params))
+
+    def _staged_state(self, state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
+        return initialized(dict(state), param, self.options, amsgrad, self._backend_of(param)[0])
 
     # --- Backends
 
     def _backend_of(self, param: Tensor) -> tuple[backends.Backend, str]:
-        return backends.choose(self.backend, param.device, param.dtype.to_real())
+        # Where there is no memory nothing is computed, and only plain operations know what comes out.
+        name = "torch" if self.backend == "auto" and is_fake(param) else self.backend
+        return backends.choose(name, param.device, param.dtype.to_real())
 
     def __repr__(self) -> str:
         chosen = {self._backend_of(param)[1]: None for group in self.param_groups for param in group["params"]}
@@ -435,7 +455,8 @@ class FusedAdamS(InAdamWTerms):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = new_handle(self)
-        self._lagged_sums = self.__dict__.get("_lagged_sums", LaggedSums())
+        self._pass_one = PassOne(self._has_amsgrad)
+        self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()
         self._decay_warning = DecayWarning()
 
@@ -447,7 +468,10 @@ class FusedAdamS(InAdamWTerms):
 
     def _start_anew(self) -> None:
         """What is kept from step to step beside the state."""
-        self._arrangement = None
-        self._whole_model = WholeModel(self._sharded_over)
-        self._lagged_sums.abandon()
-        self._whole_model_sum = WholeModelSum()
+        ranks = Ranks(self._sharded_over)
+        self._ranks = ranks
+        self._buckets = Buckets(
+            self.options, lambda param: self._backend_of(param)[0], ranks.sharding_of, self._staged_state
+        )
+        self._step_before.forget()
+        self._in_parts = FromCallerInParts()

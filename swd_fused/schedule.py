@@ -1,4 +1,4 @@
-"""The schedule in PyTorch: the number between the two passes, and the scalars that follow from it.
+"""The schedule in PyTorch: from four sums to the mean, and from the mean to clip and decay factors.
 
 Nothing here waits for the device. Sums and scalars are float64 where the device has it.
 """
@@ -11,11 +11,100 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused.upload import upload
+from swd_fused.upload import moved, upload
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Sums(NamedTuple):
+    """The four sums between the passes, over all groups, devices and ranks: zero-dimensional tensors.
+
+    The sum of v^, the bias-corrected second moment, is carried + grad_factor^2 * fresh. `grad_sq` is None where no pass
+    has read the gradients yet.
+    """
+
+    grad_sq: Tensor | None  # of squared gradients, as they are in `.grad`
+    carried: Tensor  # what v^ has of the steps before
+    fresh: Tensor  # what v^ gets from this step's gradients
+    numel: Tensor  # the number of elements
+
+    def mean(self, grad_factor: Tensor | None, total_numel: int | None) -> Tensor:
+        """Returns exp_avg_sq_mean: the one number that the schedule depends on."""
+        fresh = self.fresh if grad_factor is None else grad_factor.square() * self.fresh
+        return (self.carried + fresh) / (self.numel.clamp(min=1) if total_numel is None else total_numel)
+
+
+class StepScalars(NamedTuple):
+    """What a step has found out: zero-dimensional tensors."""
+
+    exp_avg_sq_mean: Tensor
+    grad_norm: Tensor  # before clipping
+    skip: Tensor | None  # 1 if the step has changed nothing, else 0
+
+
+class Gate(NamedTuple):
+    """Decides how gradients are scaled and whether the step is taken at all.
+
+    `grad_scale` and `found_inf` are tensors of one float32 that torch.amp.GradScaler sets for a step.
+    """
+
+    max_grad_norm: float | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    skip_nonfinite: bool = False
+
+    @property
+    def may_skip(self) -> bool:
+        return self.found_inf is not None or self.skip_nonfinite
+
+    def on(self, device: torch.device) -> Gate:
+        """Returns the gate with its tensors as kernels on this device read them."""
+        if self.grad_scale is None and self.found_inf is None:
+            return self
+        scale, found = (
+            None if value is None else moved(value.detach(), device, torch.float32)
+            for value in (self.grad_scale, self.found_inf)
+        )
+        return self._replace(grad_scale=scale, found_inf=found)
+
+    def unscale(self, device: torch.device) -> Tensor | None:
+        """Returns the inverse of the loss scale."""
+        return None if self.grad_scale is None else _scalar_on(self.grad_scale, device).reciprocal()
+
+    def grad_norm(self, grad_sq: Tensor) -> Tensor:
+        """Returns the norm of the unscaled gradients, before clipping."""
+        unscale = self.unscale(grad_sq.device)
+        return grad_sq.sqrt() if unscale is None else unscale * grad_sq.sqrt()
+
+    def grad_factor(self, grad_sq: Tensor | None, device: torch.device) -> Tensor | None:
+        """Returns what gradients are to be multiplied by."""
+        unscale = self.unscale(device)
+        if self.max_grad_norm is None:
+            return unscale
+        assert grad_sq is not None, "clipping needs pass 1 or the caller's sum"
+        clip = clip_factor(self.grad_norm(grad_sq), self.max_grad_norm)
+        return clip if unscale is None else unscale * clip
+
+    def found(self, device: torch.device) -> Tensor:
+        """Returns 1 if GradScaler found an infinity here, else 0."""
+        if self.found_inf is None:
+            return torch.zeros((), dtype=scalar_dtype(device), device=device)
+        return (_scalar_on(self.found_inf, device) != 0).to(scalar_dtype(device))
+
+    def skip(self, found: Tensor, grad_sq: Tensor | None) -> Tensor | None:
+        """Returns 1 if the step must change nothing, given what all ranks have `found`."""
+        if not self.may_skip:
+            return None
+        skip = found != 0
+        if self.skip_nonfinite and grad_sq is not None:
+            skip = skip | ~self.grad_norm(grad_sq).isfinite()
+        return skip.to(found.dtype)
+
+
+def _scalar_on(value: Tensor, device: torch.device) -> Tensor:
+    return moved(value.detach().reshape(()), device, scalar_dtype(device))
 
 
 class HyperRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""Between the host and devices, without waiting where that is right."""
+"""Copies tensors between host and device, asynchronously where that is safe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """By way of pinned memory, which torch keeps until the copy is done. From other memory CUDA may wait."""
+    """Copies host values to a device by way of pinned memory, which torch keeps until the copy is done.
+
+    From other memory CUDA may wait.
+    """
     if device.type != "cuda":
         return values.to(device, non_blocking=True)
     pinned = values.pin_memory()
@@ -17,8 +20,34 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def moved(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On this device. What goes to the CPU is waited for: with `non_blocking` it would be read before it is there."""
+    """Returns a value on this device. A copy to the CPU is waited for: else it would be read before it is there."""
     return value.to(device, dtype, non_blocking=device.type != "cpu")
+
+
+class HostCopy:
+    """A few numbers on their way from a device to the host. Nobody waits for them."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        device, dtype = values[0].device, values[0].dtype
+        stacked = torch.stack([value.detach().reshape(()).to(device, dtype, non_blocking=True) for value in values])
+        self._host = torch.empty(len(values), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        self._host.copy_(stacked, non_blocking=True)
+        self._arrival = torch.Event(device=device)
+        self._arrival.record()
+
+    def arrived(self) -> list[float] | None:
+        """Returns the numbers, or None as long as they are on their way."""
+        return self._host.tolist() if self._arrival.query() else None
+
+
+def can_be_read_later(value: Tensor) -> bool:
+    """Whether a HostCopy of a device's number can be made now: not of a tensor without memory, nor in a capture."""
+    return not value.is_meta and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_fake(value: Tensor) -> bool:
+    """Whether nothing can be read from a tensor: it is on the meta device, or traced without memory."""
+    return value.is_meta or isinstance(value, torch._subclasses.FakeTensor)
 
 
 # A CUDA graph copies from this memory in each replay, and nobody tells when a graph is gone.

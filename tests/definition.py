@@ -119,18 +119,24 @@ class NoBiasCorrection(AdamS):
 
 
 class MeanOfStepBefore(AdamS):
-    """Wrong for "exact": the decay is taken before this step's schedule is known, as in swapped passes."""
+    """The lagged schedule: the mean of v^ as it stands before the step, over all parameters that have taken a step.
+
+    Wrong for "exact": the decay is taken before this step's schedule is known, as in swapped passes.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.last: Array | None = None
+        self.before: Array | None = None
 
     def step(self, grads: list[Array | None]) -> None:
+        stepped = [(group, i) for group in self.groups for i in group.params if self.steps[i] > 0]
+        self.before = self.mean(stepped) if stepped else None
         super().step(grads)
-        self.last = self.exp_avg_sq_mean
+        if self.before is not None:
+            self.exp_avg_sq_mean = self.before
 
     def mean_for(self, i: int, active: list[tuple[Group, int]]) -> Array:
-        return self.exp_avg_sq_mean if self.last is None else self.last
+        return self.exp_avg_sq_mean if self.before is None else self.before
 
 
 class MeanNotClipped(AdamS):

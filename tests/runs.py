@@ -62,10 +62,10 @@ def run(params: list[torch.nn.Parameter], grads: list[list[Tensor | None]], opti
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = None if grad is None else grad.clone()
         optimizer.step()
-    if DEVICE != "cpu" and isinstance(optimizer, FusedAdamS):
-        # Steps do not wait for what there is to warn of.
-        torch.cuda.synchronize()
-        optimizer._decay_warning.watch(optimizer.exp_avg_sq_mean, optimizer.param_groups)
+    if isinstance(optimizer, FusedAdamS):
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+        optimizer._decay_warning.warn()  # as the next step would
 
 
 def fused(params: list[torch.nn.Parameter], groups: list[dict[str, Any]] = GROUPS, **options: Any) -> FusedAdamS:

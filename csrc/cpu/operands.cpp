@@ -103,6 +103,7 @@ Operands OperandsReader::next() {
   x.exp_avg_sq = read();
   x.averaged = amsgrad_ ? read() : x.exp_avg_sq;
   if (masters_) x.master = read();
+  x.has_grad = grad_addresses_[tensor] != NO_GRAD;
   x.grad = operand(grad_addresses_[tensor], x.numel);
   return x;
 }

@@ -14,9 +14,13 @@ namespace swd {
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
+// Stands in `grad_addresses` for a parameter without a gradient. Not 0, which is the address of an empty one.
+constexpr int64_t NO_GRAD = -1;
+
 // All that belongs to one parameter. `averaged` is max_exp_avg_sq with amsgrad, and exp_avg_sq without.
 struct Operands {
   int64_t numel;
+  bool has_grad;   // without one the tensor takes no part in the step
   bool in_double;  // what computes
   Operand param, exp_avg, exp_avg_sq, averaged, grad;
   std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded

@@ -20,9 +20,11 @@ double sum_of(const std::vector<double>& numbers) { return std::accumulate(numbe
 struct GradientSums {
   double grad = 0, carried = 0, fresh = 0;
 
-  GradientSums(const std::vector<double>& grad_sums, const double* sums, const TensorScalars& of) {
+  GradientSums(const std::vector<double>& grad_sums, const std::vector<Operands>& operands, const double* sums,
+               const TensorScalars& of) {
     const auto bias_corrections2 = of.bias_corrections2();
     for (size_t t = 0; t < grad_sums.size(); ++t) {
+      if (!operands[t].has_grad) continue;
       const double beta2 = of.hyper(t).beta2;
       grad += grad_sums[t];
       carried += beta2 * sums[t] / bias_corrections2[t];
@@ -35,13 +37,14 @@ struct GradientSums {
 struct LastSums {
   double total = 0, count = 0;
 
-  LastSums(const double* sums, const int64_t* numels, size_t tensors, const TensorScalars& of) {
+  template <typename Numel>
+  LastSums(const double* sums, const Numel& numel, size_t tensors, const TensorScalars& of) {
     const auto bias_corrections2 =
         of.each([](const Hyper& hyper, double before) { return bias_correction(hyper.beta2, before, hyper); });
     for (size_t t = 0; t < tensors; ++t) {
       if (of.steps_before(t) == 0) continue;
       total += sums[t] / bias_corrections2[t];
-      count += static_cast<double>(numels[t]);
+      count += static_cast<double>(numel(t));
     }
   }
 };
@@ -54,7 +57,13 @@ class Walk {
 
   size_t size() const { return operands_.size(); }
   bool amsgrad() const { return amsgrad_; }
-  const std::vector<int64_t>& numels() const { return chunks_.numels(); }
+  const std::vector<Operands>& operands() const { return operands_; }
+
+  // Elements that have a gradient.
+  int64_t count() const {
+    const auto& numels = chunks_.numels();
+    return std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  }
 
   std::vector<double> gradient_sums() const {
     return chunks_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
@@ -91,6 +100,7 @@ class Walk {
         });
     double grad_sum = 0;
     for (size_t t = 0; t < emitted.size(); ++t) {
+      if (!operands_[t].has_grad) continue;
       sums[t] = emitted[t].averaged;
       steps[t] += 1;
       grad_sum += emitted[t].grad;
@@ -103,7 +113,7 @@ class Walk {
     operands_.reserve(reader.size());
     for (size_t t = 0; t < reader.size(); ++t) {
       operands_.push_back(reader.next());
-      chunks_.add_tensor(operands_.back().numel);
+      chunks_.add_tensor(operands_.back().has_grad ? operands_.back().numel : 0);
     }
   }
 
@@ -119,7 +129,7 @@ Tensor gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Te
   const Walk walk(layouts, addresses, grad_addresses);
   const TensorScalars of(walk.size(), steps, groups, hyper);
   const double* before = values<double>(sums, ScalarType::Double, walk.size(), "sums");
-  const GradientSums result(walk.gradient_sums(), before, of);
+  const GradientSums result(walk.gradient_sums(), walk.operands(), before, of);
   return results({result.grad, result.carried, result.fresh});
 }
 
@@ -133,9 +143,10 @@ Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresse
 
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
   const size_t tensors = static_cast<size_t>(sums.numel());
-  const LastSums last(values<double>(sums, ScalarType::Double, tensors, "sums"),
-                      values<int64_t>(numels, ScalarType::Long, tensors, "numels"), tensors,
-                      TensorScalars(tensors, steps, groups, hyper));
+  const int64_t* numels_ = values<int64_t>(numels, ScalarType::Long, tensors, "numels");
+  const LastSums last(
+      values<double>(sums, ScalarType::Double, tensors, "sums"), [&](size_t t) { return numels_[t]; }, tensors,
+      TensorScalars(tensors, steps, groups, hyper));
   return results({last.total, last.count});
 }
 
@@ -166,17 +177,16 @@ Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
   double factor = unscale, exp_avg_sq_mean = 0, grad_norm = 0;
   if (lagged) {
-    const LastSums last(sums_, walk.numels().data(), walk.size(), of);
+    const LastSums last(sums_, [&](size_t t) { return walk.operands()[t].numel; }, walk.size(), of);
     exp_avg_sq_mean = last.total / std::max(1.0, last.count);
     if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
   } else {
-    const GradientSums pass1(walk.gradient_sums(), sums_, of);
+    const GradientSums pass1(walk.gradient_sums(), walk.operands(), sums_, of);
     grad_norm = unscale * std::sqrt(pass1.grad);
     if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
     const double hat_sum =
         walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, factor) : pass1.carried + factor * factor * pass1.fresh;
-    const int64_t numel = std::accumulate(walk.numels().begin(), walk.numels().end(), int64_t{0});
-    exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, numel));
+    exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, walk.count()));
     skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
   }
   if (!skip) {

@@ -10,51 +10,53 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
-from swd_fused.bucket import Bucket
-from swd_fused.loss_scale import LossScale
+from swd_fused.buckets import Bucket
+from swd_fused.schedule import Gate, StepScalars
 
 NAMES = ("auto", "cpu", "triton", "torch")
 
 
 class Backend(Protocol):
-    """The two passes of a step and what goes with them. Results are tensors of the bucket's device.
+    """The two passes of a step over a bucket. Results are float64 tensors of the bucket's device.
 
-    v^ is the second moment after bias correction. `exp_avg_sq_mean`, `grad_factor`, what gradients are multiplied by,
-    and `skip`, not 0 if nothing must be changed, are zero-dimensional; None is 1 and 0. `step` checks that all tensors
-    fit before it changes any; before the others `bucket.check` does.
+    Tensors without a gradient take no part in a step. v^ is the second moment after bias correction. Zero-dimensional
+    are `exp_avg_sq_mean`, `grad_factor`, which gradients are multiplied by, and `skip`, not 0 if nothing must be
+    changed; None stands for 1 and 0.
     """
 
     def description(self, device: torch.device) -> str:
-        """For `repr`: the backend's name, and what is special about it on this device."""
+        """Returns the backend's name for `repr`, and what is special about it on this device."""
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros in the shape and, as far as they are dense, the strides of `like`."""
+        """Returns zeros in the shape and, as far as they are dense, the strides of `like`."""
 
-    def gradient_sums(self, bucket: Bucket) -> Tensor:
-        """Pass 1: the sum of v^ after this step as (carried, fresh), that is carried + grad_factor^2 fresh.
+    def prepare(self, bucket: Bucket) -> None:
+        """Checks all tensors of a step, and describes them to the kernels. Nothing is refused after this."""
 
-        Sets `bucket.grad_sum`; without pass 1 `update` does.
+    def pass1(self, bucket: Bucket) -> Tensor:
+        """Returns (grad_sq, carried, fresh), see `Sums`. With amsgrad the latter two mean nothing."""
+
+    def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
+        """Returns the sum of v^ after this step, for amsgrad, whose maxima have no recursion."""
+
+    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
+        """Returns (sum, weight, count) without reading gradients.
+
+        Of v^ as it is, over tensors that have taken a step; or of what v^ after this step has of the steps before, over
+        tensors with a gradient, together with the weight that evenly spread squared gradients have in it.
         """
 
-    def carried_sum(self, bucket: Bucket) -> Tensor:
-        """The first of these by itself, which needs no gradients."""
+    def pass2(
+        self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
+    ) -> Tensor:
+        """Advances parameters, masters, moments, `bucket.steps` and `bucket.sums`. Returns grad_sq if asked for."""
 
-    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        """Pass 1 of amsgrad, which has no such recursion: the sum of v^ after this step."""
-
-    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        """Instead of pass 1: the sum of v^ before this step, and its count, over tensors that have taken a step."""
-
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
-        """Pass 2: advances parameters, masters, moments, `bucket.steps` and `bucket.sums`."""
-
-    def step(
-        self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Both passes as one, for a bucket that is alone: exp_avg_sq_mean, grad_norm, skip. None if it cannot."""
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars | None:
+        """Takes both passes as one, of a bucket that is the whole model. Returns None where they must be taken one by
+        one, having done nothing."""
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        """By tensor, the `sums` that `update` leaves, bit for bit, from what is stored."""
+        """Returns by tensor the `bucket.sums` that `pass2` leaves, bit for bit, from what is stored."""
 
 
 @cache

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
-from swd_fused.backends.address_table import int64s, noticed
-from swd_fused.bucket import Bucket
-from swd_fused.loss_scale import LossScale
+from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
+from swd_fused.buckets import Bucket
+from swd_fused.schedule import Gate, StepScalars
 
 ops = torch.ops.swd_fused
 
@@ -26,35 +26,38 @@ class CpuBackend:
         ops.advise_huge_pages(moment)
         return moment.zero_()
 
-    def gradient_sums(self, bucket: Bucket) -> Tensor:
-        sums = _checked(bucket, ops.gradient_sums, *_operands(bucket), bucket.sums, *_scalars(bucket))
-        bucket.grad_sum = sums[0]
-        return sums[1:]
+    def prepare(self, bucket: Bucket) -> None:
+        if bucket.plan is None:
+            bucket.plan = Operands()
+        bucket.plan.refresh(bucket)
 
-    def carried_sum(self, bucket: Bucket) -> Tensor:
-        return bucket.carried_sum()
-
-    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        return _checked(bucket, ops.max_exp_avg_sq_sum, *_operands(bucket), *_scalars(bucket), grad_factor)[0]
-
-    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        sums: Tensor = ops.last_exp_avg_sq_sum(
-            bucket.sums, bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
-        )
+    def pass1(self, bucket: Bucket) -> Tensor:
+        sums: Tensor = ops.gradient_sums(*bucket.plan.tensors, bucket.sums, *_scalars(bucket))
         return sums
 
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
-        number = exp_avg_sq_mean, grad_factor, skip
-        grad_sum = _written(bucket, ops.update_, *number, bucket.options.rounding_seed)
-        if bucket.grad_sum is None:
-            bucket.grad_sum = grad_sum[0]
+    def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
+        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan.tensors, *_scalars(bucket), grad_factor)
+        return sums[0]
 
-    def step(
-        self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = max_grad_norm, lagged, *loss_scale, bucket.options.rounding_seed
+    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
+        if after_this_step:
+            return bucket.carried_sums(after_this_step)
+        # By the function that `step` uses, so that both give the same bits.
+        total, count = ops.last_exp_avg_sq_sum(
+            bucket.sums, bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
+        ).unbind()
+        return torch.stack([total, torch.zeros_like(total), count])
+
+    def pass2(
+        self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
+    ) -> Tensor:
+        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.rounding_seed)[0]
+
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars:
+        scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
+        numbers = gate.max_grad_norm, lagged, *scale, bucket.options.rounding_seed
         exp_avg_sq_mean, grad_norm, skip = _written(bucket, ops.step_, *numbers).unbind()
-        return exp_avg_sq_mean, grad_norm, skip
+        return StepScalars(exp_avg_sq_mean, grad_norm, skip)
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
@@ -64,41 +67,29 @@ class CpuBackend:
 class Operands:
     """Where a bucket's tensors are. Described anew only when one has changed, but for the gradients' addresses."""
 
-    layouts: Tensor
-    addresses: Tensor
-    grad_addresses: Tensor
-
     def __init__(self) -> None:
-        self._seen: list[object] = []
-        self._seen_grads: list[int] = []
-        self._grads: list[Tensor] | None = None  # of the step that has begun
+        self._seen = Fingerprint([], [])
+        self.tensors: tuple[Tensor, Tensor, Tensor]  # layouts, addresses, the gradients' addresses
 
     def refresh(self, bucket: Bucket) -> None:
-        """Before whichever pass is the first of a step."""
-        if self._grads is bucket.grads:
+        """Checks and describes the tensors of a step."""
+        seen = fingerprint(bucket)
+        if self._seen == seen:
             return
-        seen, grads = noticed(bucket)
-        if self._seen != seen:
-            self._seen = []
+        if 0 in seen.grads:
+            check_memory(bucket)
+        if self._seen.others != seen.others:
             kept = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
-            self.layouts = _checked(bucket, ops.layouts, *kept, bucket.grads)
-            self.addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
-            self._seen = seen
-        if self._seen_grads != grads:
-            self.grad_addresses, self._seen_grads = int64s(grads), grads
-        self._grads = bucket.grads
-
-    def end(self) -> None:
-        """After an update: lets go of the gradients."""
-        self._grads = None
-
-
-def _operands(bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-    if bucket.plan is None:
-        bucket.plan = Operands()
-    operands: Operands = bucket.plan
-    operands.refresh(bucket)
-    return operands.layouts, operands.addresses, operands.grad_addresses
+            try:
+                layouts = ops.layouts(*kept, bucket.grads_or_params)
+            except RuntimeError:
+                check_memory(bucket)  # explains what the operator, which is faster, has refused
+                raise
+            addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
+        else:
+            layouts, addresses, _ = self.tensors
+        self.tensors = layouts, addresses, int64s(seen.grads)
+        self._seen = seen
 
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
@@ -107,29 +98,15 @@ def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
 
 def _written(bucket: Bucket, op: Callable[..., Tensor], *numbers: object) -> Tensor:
     """Calls an operator that writes to the bucket's tensors."""
-    read = *_operands(bucket), bucket.groups, bucket.tensor_ids, bucket.hyper.table
-    result = _checked(bucket, op, bucket.sums, bucket.steps, *read, *numbers)
+    read = *bucket.plan.tensors, bucket.groups, bucket.tensor_ids, bucket.hyper.table
+    result = op(bucket.sums, bucket.steps, *read, *numbers)
     # Writes through addresses are not counted, and autograd relies on the count to refuse a backward through weights
     # that have changed since the forward.
-    torch.autograd.graph.increment_version(bucket.params)
-    bucket.plan.end()
+    bucket.count_writes()
     return result
 
 
-def _checked(bucket: Bucket, op: Callable[..., Tensor], *args: object) -> Tensor:
-    """Calls an operator, which checks tensors faster than Python could, and explains why it refused one."""
-    try:
-        result = op(*args)
-    except RuntimeError:
-        bucket.check()
-        raise
-    if not result.is_cpu:  # a meta tensor among the gradients: the operator has computed nothing
-        bucket.check()
-    return result
-
-
-# What the operators return where nothing is computed. A real meta tensor among real ones brings us here too: then the
-# result is one as well, so that `_checked` notices.
+# What the operators return where nothing is computed.
 
 
 def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.bucket import Bucket
-from swd_fused.loss_scale import LossScale
-from swd_fused.schedule import HyperRow, bias_corrections, scalar_dtype
+from swd_fused.backends.address_table import check_memory
+from swd_fused.buckets import Bucket
+from swd_fused.schedule import Gate, HyperRow, bias_corrections, scalar_dtype
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.upload import upload
+from swd_fused.upload import is_fake, upload
 
 # Elements that are updated at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost more
 # than the whole update; smaller batches, that fit the cache better, lost more to the operators' own overhead (2^17: 1.4
@@ -32,18 +33,19 @@ class TorchBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def gradient_sums(self, bucket: Bucket) -> Tensor:
-        grad_sums = sums_of_squares(bucket.grads)
-        bucket.grad_sum = grad_sums.sum()
+    def prepare(self, bucket: Bucket) -> None:
+        bucket.check()
+        if not is_fake(bucket.params[0]):
+            check_memory(bucket)
+
+    def pass1(self, bucket: Bucket) -> Tensor:
+        grad_sums = sums_of_squares(bucket)
         beta2, bias_correction2 = by_tensor(bucket, "beta2"), bias_corrections_of(bucket)[1]
-        carried = beta2 * bucket.sums / bias_correction2
+        carried = torch.where(bucket.has_grad, beta2 * bucket.sums / bias_correction2, 0.0)
         fresh = (1 - beta2) * grad_sums / bias_correction2
-        return torch.stack([carried, fresh]).sum(1)
+        return torch.stack([grad_sums, carried, fresh]).sum(1)
 
-    def carried_sum(self, bucket: Bucket) -> Tensor:
-        return bucket.carried_sum()
-
-    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
+    def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         sums = SumsByTensor(bucket.averaged)
         for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, groups=bucket.group_indices):
             exp_avg_sqs, max_exp_avg_sqs, grads = map(widened, batch.lists)
@@ -54,17 +56,15 @@ class TorchBackend:
             sums.add(batch, sums_of(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs)))
         return (sums.total() / bias_corrections_of(bucket)[1]).sum()
 
-    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        stepped = bucket.steps > 0
-        bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps)[1]
-        hat_sums = torch.where(stepped, bucket.sums / bias_correction2, 0.0)
-        return torch.stack([hat_sums, (stepped * bucket.numels).to(hat_sums.dtype)]).sum(1)
+    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
+        return bucket.carried_sums(after_this_step)
 
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
-        if bucket.grad_sum is None:
-            bucket.grad_sum = sums_of_squares(bucket.grads).sum()
+    def pass2(
+        self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
+    ) -> Tensor:
+        grad_sq = sums_of_squares(bucket).sum() if sum_grads else exp_avg_sq_mean
         if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
-            return
+            return grad_sq
         decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
         bias_correction1, bias_correction2 = bias_corrections_of(bucket)
         scale = bias_correction2.sqrt()
@@ -95,11 +95,16 @@ class TorchBackend:
                 ]
             store(params, results)
             sums.add(batch, sums_of(updated[3]))
-        bucket.steps += 1
-        bucket.sums = sums.total()
+        if bucket.has_all_grads:
+            bucket.steps += 1
+            bucket.sums = sums.total()
+        else:
+            bucket.sums = torch.where(bucket.has_grad, sums.total(), bucket.sums)
+            bucket.steps += bucket.has_grad
         bucket.note_versions()
+        return grad_sq
 
-    def step(self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale) -> None:
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
         return None
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
@@ -215,10 +220,11 @@ def sums_of(pieces: TensorList) -> list[Tensor]:
     return [piece.sum(dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in pieces]
 
 
-def sums_of_squares(grads: list[Tensor]) -> Tensor:
-    sums = SumsByTensor(grads)
-    for batch in batches(grads):
-        norms = torch._foreach_norm(widened(batch.lists[0]), 2)
+def sums_of_squares(bucket: Bucket) -> Tensor:
+    """Returns the sums of grad^2 by tensor, 0 where there is no gradient."""
+    sums = SumsByTensor(bucket.params)
+    for batch in batches(bucket.params, bucket.grads):
+        norms = torch._foreach_norm(widened(batch.lists[1]), 2)
         sums.add(batch, torch._foreach_mul(norms, norms))
     return sums.total()
 
@@ -233,16 +239,24 @@ class Batch(NamedTuple):
     lists: list[list[Tensor]]
 
 
-def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[Batch]:
-    """Parallel lists of tensors as parallel lists of pieces, those of one group at a time."""
-    limit = CPU_BATCH if lists[0][0].is_cpu else DEVICE_BATCH
+def batches(*lists: list[Tensor] | list[Tensor | None], groups: list[int] | None = None) -> Iterator[Batch]:
+    """Cuts parallel lists of tensors into parallel lists of pieces, those of one group at a time.
+
+    Leaves out places where one of them has None: parameters without a gradient.
+    """
+    first_list: list[Tensor] = lists[0]  # type: ignore[assignment]  # of parameters or moments
+    limit = CPU_BATCH if first_list[0].is_cpu else DEVICE_BATCH
     groups = groups or [0] * len(lists[0])
-    numels = list(map(Tensor.numel, lists[0]))
-    if sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
-        yield Batch(groups[0], list(range(len(numels))), [0] * len(numels), [list(tensors) for tensors in lists])
+    numels = list(map(Tensor.numel, first_list))
+    is_whole = all(all(map(is_not, tensors, repeat(None))) for tensors in lists)
+    if is_whole and sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
+        whole: list[list[Tensor]] = [list(tensors) for tensors in lists]  # type: ignore[arg-type]
+        yield Batch(groups[0], list(range(len(numels))), [0] * len(numels), whole)
         return
     batch, numel = Batch(groups[0], [], [], [[] for _ in lists]), 0
     for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
+        if not is_whole and any(tensor is None for tensor in tensors):
+            continue
         first = 0
         for slab in slabs(tuple(tensors), limit):
             if batch.indices and (batch.group != group or numel >= limit):

@@ -91,6 +91,7 @@ class ScheduledWeightDecay(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._decay_warning.warn()
         self._share()
         self._decay()
         self.optimizer.step()
@@ -120,7 +121,7 @@ class ScheduledWeightDecay(Optimizer):
         for index, param in active:
             if self.param_groups[index][LAMBDA] != 0:
                 param.mul_(factors[index].to(param.device, param.dtype.to_real()))
-        self._decay_warning.watch(self.exp_avg_sq_mean, _schedule_groups(self.param_groups))
+        self._decay_warning.note(self.exp_avg_sq_mean, _schedule_groups(self.param_groups))
 
     def _updated(self, param: Tensor, beta2: float) -> Average:
         grad = param.grad

@@ -145,8 +145,8 @@ def test_a_full_grid_is_resident(backend: str, dtype: torch.dtype, amsgrad: bool
     twins = twins_of(params)
     optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
     run(params, grads, optimizer)
-    assert optimizer._arrangement is not None
-    (part,) = optimizer._arrangement.buckets[0].plan.parts
+    assert optimizer._buckets.current
+    (part,) = optimizer._buckets.current[0].plan.parts
     if ON_GPU:
         assert part.programs % multiprocessors == 0
         assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR

@@ -109,8 +109,8 @@ def optimizer_of(params: list[torch.nn.Parameter], **options: object) -> FusedAd
 
 
 def copied_columns(optimizer: FusedAdamS) -> list[tuple[int, int]]:
-    assert optimizer._arrangement is not None
-    (bucket,) = optimizer._arrangement.buckets
+    assert optimizer._buckets.current
+    (bucket,) = optimizer._buckets.current
     return [(column, tensor) for column, tensor, _ in bucket.plan._operands._copies]
 
 
@@ -205,10 +205,10 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(
     optimizer = optimizer_of(params, **options)
     with launches(split):
         run(params, grads, optimizer)
-        assert optimizer._arrangement is not None
-        (bucket,) = optimizer._arrangement.buckets
+        assert optimizer._buckets.current
+        (bucket,) = optimizer._buckets.current
         emitted = [part.sums.clone() for part in bucket.plan.parts]
-        bucket.begin_step([param.grad for param in params], optimizer.param_groups)
+        bucket.begin([param.grad for param in params], optimizer.param_groups)
         bucket.plan._make_parts(bucket)
     for part, sums in zip(bucket.plan.parts, emitted, strict=True):
         assert part.programs == (3 if split else 1)

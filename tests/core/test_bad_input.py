@@ -153,14 +153,14 @@ def test_a_parameter_that_was_cut_short(backend: str) -> None:
     assert_refused(optimizer, [param], RuntimeError, r"state of shape \(50,\).* now has shape \(30,\)")
 
 
-@pytest.mark.backends(without=("torch",), split=True)
+@pytest.mark.backends(split=True)
 def test_a_gradient_whose_memory_was_freed(backend: str) -> None:
     params = random_params([(50,)])
     optimizer = FusedAdamS(params, backend=backend)
     run(params, random_grads([(50,)], 1), optimizer)
     params[0].grad = torch.ones(50)
     params[0].grad.untyped_storage().resize_(0)
-    assert_refused(optimizer, params, RuntimeError, "has elements, but (its|whose) memory was freed")
+    assert_refused(optimizer, params, RuntimeError, "whose memory was freed")
 
 
 def test_sets_have_no_order() -> None:

@@ -74,7 +74,7 @@ def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.Monk
     set_grads(params, grads[0])
     optimizer.step(grad_sumsq=sumsq(grads[0]))
     chosen = type(optimizer._backend_of(params[0])[0])
-    for name in ("gradient_sums", "step", "exp_avg_sq_sums", "max_exp_avg_sq_sum"):
+    for name in ("pass1", "step", "exp_avg_sq_sums", "pass1_amsgrad"):
         monkeypatch.setattr(chosen, name, None)
     set_grads(params, grads[1])
     optimizer.step(grad_sumsq=sumsq(grads[1]))

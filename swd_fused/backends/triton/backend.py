@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import CARRIED, GRAD_SUM, MAX_SUM, TENSOR
+from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, TENSOR
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively
 from swd_fused.backends.triton.plan import Plan
-from swd_fused.bucket import Bucket
-from swd_fused.loss_scale import LossScale
-from swd_fused.schedule import bias_corrections
+from swd_fused.buckets import Bucket
+from swd_fused.schedule import Gate, StepScalars, bias_corrections
 
 
 class TritonBackend:
@@ -23,26 +22,22 @@ class TritonBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def gradient_sums(self, bucket: Bucket) -> Tensor:
-        plan = plan_of(bucket)
+    def prepare(self, bucket: Bucket) -> None:
+        if bucket.plan is None:
+            bucket.plan = Plan(bucket)
+        bucket.plan.begin(bucket)
+
+    def pass1(self, bucket: Bucket) -> Tensor:
+        plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
         for part, row in zip(plan.parts, totals, strict=True):
             written = row, part.slots, part.counter
             read = part.sums, bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             plan.launcher(kernels.gradient_sums_kernel, bucket, part)(part.programs, *written, *read)
-        total = totals.sum(0)
-        bucket.grad_sum = total[GRAD_SUM.value]
-        return total[CARRIED.value : MAX_SUM.value]
+        return totals.sum(0)[GRAD_SUM.value : MAX_SUM.value]
 
-    def carried_sum(self, bucket: Bucket) -> Tensor:
-        plan = plan_of(bucket)
-        beta2 = bucket.hyper.column("beta2")[bucket.groups]
-        weights = beta2 / bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
-        parts = [part.sums[: part.n_segments] * weights[part.segments[:, TENSOR.value]] for part in plan.parts]
-        return torch.cat(parts).sum()
-
-    def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        plan = plan_of(bucket)
+    def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
+        plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
         for part, row in zip(plan.parts, totals, strict=True):
             written = row, part.slots, part.counter
@@ -51,17 +46,25 @@ class TritonBackend:
             run(part.programs, *written, *read, plan.one if grad_factor is None else grad_factor)
         return totals[:, MAX_SUM.value].sum()
 
-    def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        # A bucket that took the step before and is not needed in this one has no gradients, and needs none.
-        plan: Plan = plan_of(bucket) if bucket.grads else bucket.plan
-        last = torch.empty(len(plan.parts), 2, dtype=torch.float64, device=bucket.device)
-        for part, row in zip(plan.parts, last, strict=True):
-            plan.find_last(bucket, part, row)
-        return last.sum(0)
+    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
+        plan: Plan = bucket.plan
+        if not after_this_step:
+            last = torch.empty(len(plan.parts), 2, dtype=torch.float64, device=bucket.device)
+            for part, row in zip(plan.parts, last, strict=True):
+                plan.find_last(bucket, part, row)
+            total, count = last.sum(0).unbind()
+            return torch.stack([total, torch.zeros_like(total), count])
+        beta2 = bucket.hyper.column("beta2")[bucket.groups]
+        bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
+        weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
+        parts = [part.sums[: part.n_segments] * weights[part.segments[:, TENSOR.value]] for part in plan.parts]
+        weight = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / bias_correction2, 0.0).sum()
+        return torch.stack([torch.cat(parts).sum(), weight, bucket.count])
 
-    def update(self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None) -> None:
-        plan = plan_of(bucket)
-        sum_grads = bucket.grad_sum is None
+    def pass2(
+        self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
+    ) -> Tensor:
+        plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
         number = (
             exp_avg_sq_mean,
@@ -73,25 +76,23 @@ class TritonBackend:
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.update_kernel, bucket, part, sum_grads)
             run(part.programs, *written, *read, plan.limits(bucket), *number)
-        bucket.steps += 1 if skip is None else 1 - skip
-        if sum_grads:
-            bucket.grad_sum = totals[:, GRAD_SUM.value].sum()
+        advance = bucket.has_grad.to(torch.float32)
+        bucket.steps += advance if skip is None else advance * (1 - skip)
         plan.end(bucket)
+        return totals[:, GRAD_SUM.value].sum()
 
-    def step(
-        self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        plan = plan_of(bucket)
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars | None:
+        plan: Plan = bucket.plan
         part = plan.parts[0]
         if len(plan.parts) > 1 or not (lagged or can_wait(part.programs, bucket.device)):
             return None
         results = torch.empty(3, dtype=torch.float64, device=bucket.device)
         written = results, part.sums, part.slots, bucket.steps
         scale = (
-            plan.no_scale if loss_scale.grad_scale is None else loss_scale.grad_scale,
-            plan.no_inf if loss_scale.found_inf is None else loss_scale.found_inf,
+            plan.no_scale if gate.grad_scale is None else gate.grad_scale,
+            plan.no_inf if gate.found_inf is None else gate.found_inf,
         )
-        limits = plan.limits(bucket, max_grad_norm)
+        limits = plan.limits(bucket, gate.max_grad_norm)
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
         if lagged:
             beta2s = [row[2] for row in bucket.hyper.numbers]
@@ -107,7 +108,7 @@ class TritonBackend:
             run(part.programs, *written, part.counter, *read, len(bucket.params))
         plan.end(bucket)
         exp_avg_sq_mean, grad_norm, skip = results.unbind()
-        return exp_avg_sq_mean, grad_norm, skip
+        return StepScalars(exp_avg_sq_mean, grad_norm, skip)
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """Kept by segment in the plan, and rebuilt with it."""
@@ -117,12 +118,3 @@ class TritonBackend:
 def can_wait(programs: int, device: torch.device) -> bool:
     """Whether the programs of a grid can wait for one another. The interpreter runs one after another."""
     return programs == 1 if INTERPRETED else can_launch_cooperatively(device)
-
-
-def plan_of(bucket: Bucket) -> Plan:
-    """Ready for the passes over this step's gradients."""
-    if bucket.plan is None:
-        bucket.plan = Plan(bucket)
-    plan: Plan = bucket.plan
-    plan.begin(bucket)
-    return plan

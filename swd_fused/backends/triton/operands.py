@@ -7,10 +7,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from swd_fused.backends.address_table import int64s, noticed
+from swd_fused.backends.address_table import NO_GRAD, Fingerprint, check_memory, fingerprint, int64s
 from swd_fused.backends.triton.kernels.tables import ALIGNED, GRAD_ADDRESS, GROUP, TENSOR_COLUMNS, TENSOR_ID
 from swd_fused.backends.triton.parts import ALIGNMENT
-from swd_fused.bucket import Bucket
+from swd_fused.buckets import Bucket
 from swd_fused.upload import upload
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
@@ -25,25 +25,22 @@ class Operands:
     table: Tensor
 
     def __init__(self) -> None:
-        self._seen: list[object] = []
-        self._seen_grads: list[int] = []
+        self._seen = Fingerprint([], [])
         self._dtypes: list[torch.dtype] = []
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
 
     def refresh(self, bucket: Bucket) -> bool:
         """Before each step. Whether there are other dtypes than those that were seen last."""
         columns = columns_of(bucket)
-        seen, grads = noticed(bucket)
-        before = self._dtypes
-        if self._seen != seen or self._seen_grads != grads:
-            is_new = self._seen != seen
-            self._seen = []
+        seen, before = fingerprint(bucket), self._dtypes
+        if self._seen != seen:
+            is_new, self._seen = self._seen.others != seen.others, Fingerprint([], [])
             if is_new:
-                bucket.check()
+                check_memory(bucket)
                 self._set_up(bucket, columns)
                 self._dtypes = [tensor.dtype for tensor in chain.from_iterable(columns)]
-            self._set_grads(bucket, grads)
-            self._seen, self._seen_grads = seen, grads
+            self._set_grads(bucket, seen.grads)
+            self._seen = seen
         for column, tensor, copy in self._copies:
             copy.copy_(columns[column][tensor])
         return before != self._dtypes
@@ -76,33 +73,26 @@ class Operands:
             table[:, column] = int64s(map(Tensor.data_ptr, walked[column]))
         table[:, GROUP.value] = int64s(bucket.group_indices)
         table[:, TENSOR_ID.value] = int64s(bucket.numbers)
-        self._is_empty = int64s([param.numel() for param in bucket.params]) == 0
-        self._check_memory(table[:, used])
         self._others_are_aligned = (table[:, used] % ALIGNMENT == 0).all(1)
         self._host_table = table
 
     def _set_grads(self, bucket: Bucket, addresses: list[int]) -> None:
         """Often the only ones that have changed: a backward pass puts its gradients where there is room."""
         grads = int64s(addresses)
-        if not all(addresses):
-            bucket.check()
-            self._check_memory(grads[:, None])
+        if 0 in addresses:
+            check_memory(bucket)
         for column, tensor, copy in self._copies:
-            if column == GRADS:
+            if column == GRADS and addresses[tensor] != NO_GRAD:
                 grads[tensor] = copy.data_ptr()
         self._host_table[:, GRADS] = grads
         self._host_table[:, ALIGNED.value] = self._others_are_aligned & (grads % ALIGNMENT == 0)
         self.table = upload(self._host_table, bucket.device)
 
-    def _check_memory(self, addresses: Tensor) -> None:
-        if ((addresses == 0).any(1) & ~self._is_empty).any():
-            raise RuntimeError("FusedAdamS got a tensor that has elements, but whose memory was freed.")
-
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
     """As the kernels' table has them. The last two may be empty."""
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
-    return [bucket.params, bucket.grads, *moments, bucket.masters]
+    return [bucket.params, bucket.grads_or_params, *moments, bucket.masters]
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
 from swd_fused.backends.triton.launch import PLAIN_REGISTERS, THREADS, Launcher, resident_programs
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import FLOAT32_VECTOR, Dtypes, Part
-from swd_fused.bucket import Bucket
+from swd_fused.buckets import Bucket
 from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.upload import upload
 
@@ -37,28 +37,21 @@ class Plan:
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
         self.beta2s_of_last: list[float] = []  # by group
         self._operands = Operands()
-        self._grads: list[Tensor] | None = None
-        self._limits: dict[float | None, Tensor] = {}
+        self._limits: dict[tuple[float | None, int], Tensor] = {}
 
     @property
     def table(self) -> Tensor:
         return self._operands.table
 
     def begin(self, bucket: Bucket) -> None:
-        """Before whichever pass is the first of a step."""
-        if self._grads is bucket.grads:
-            return
+        """Before the first pass of a step."""
         if self._operands.refresh(bucket) or not self.parts:
             self._make_parts(bucket)
-        self._grads = bucket.grads
 
     def end(self, bucket: Bucket) -> None:
         """After an update."""
-        self._grads = None
         self._operands.write_back(bucket)
-        # Writes through addresses are not counted, and autograd relies on the count to refuse a backward through
-        # weights that have changed since the forward.
-        torch.autograd.graph.increment_version(bucket.params)
+        bucket.count_writes()
 
     def launcher(self, kernel: Any, bucket: Bucket, part: Part, sum_grads: bool = False) -> Launcher:
         return launcher_for(kernel, bucket.device, part.dtypes, variant_of(bucket, part.dtypes), sum_grads)
@@ -72,7 +65,8 @@ class Plan:
         run(1, last, part.sums, bucket.steps, self.table, part.segments, bucket.hyper.table, part.n_segments)
 
     def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
-        if max_grad_norm not in self._limits:
+        key = max_grad_norm, bucket.numel
+        if key not in self._limits:
             options = bucket.options
             values = [
                 max(1, bucket.numel),
@@ -81,12 +75,18 @@ class Plan:
                 0 if options.rounding_seed is None else rounding_start(options.rounding_seed),
             ]
             limits = torch.tensor(values, dtype=torch.float64, device="cpu")
-            self._limits[max_grad_norm] = upload(limits, bucket.device)
-        return self._limits[max_grad_norm]
+            self._limits[key] = upload(limits, bucket.device)
+        return self._limits[key]
 
     def _make_parts(self, bucket: Bucket) -> None:
         numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
-        operands = bucket.params, bucket.grads, bucket.exp_avgs, bucket.averaged, bucket.masters or bucket.params
+        operands = (
+            bucket.params,
+            bucket.grads_or_params,
+            bucket.exp_avgs,
+            bucket.averaged,
+            bucket.masters or bucket.params,
+        )
         for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
             numels[Dtypes(param.dtype, *(other.dtype for other in others))][tensor] = param.numel()
         self.parts = [

@@ -76,7 +76,7 @@ def exact_step_kernel(
         )  # fmt: skip
     if is_last(counter, 3 if AMSGRAD else 2):
         if not skip:
-            advance_steps(steps, n_tensors)
+            advance_steps(steps, tensors, n_tensors)
 
 
 @triton.jit(do_not_specialize=["n_tensors", "n_segments"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
@@ -104,7 +104,7 @@ def lagged_step_kernel(
         )  # fmt: skip
     if is_last(counter, 1):
         if not skip:
-            advance_steps(steps, n_tensors)
+            advance_steps(steps, tensors, n_tensors)
             tl.debug_barrier()
             total, number = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
             tl.store(last + LAST_SUM, total)

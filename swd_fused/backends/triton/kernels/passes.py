@@ -13,6 +13,7 @@ from swd_fused.backends.triton.kernels.tables import (
     CARRIED,
     CORRECTS_BIAS,
     FRESH,
+    GRAD_ADDRESS,
     GRAD_SUM,
     GROUP,
     HYPER_COLUMNS,
@@ -40,13 +41,14 @@ def gradient_sums(
     fresh = tl.zeros([], tl.float64)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
-        step = tl.load(steps + tensor) + 1
-        beta2 = tl.load(hyper_row + BETA2)
-        bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
-        squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
-        grad_sum += squares
-        carried += beta2 * tl.load(sums + segment) / bias_correction2
-        fresh += (1 - beta2) * squares / bias_correction2
+        if has_grad(tensor_row):
+            step = tl.load(steps + tensor) + 1
+            beta2 = tl.load(hyper_row + BETA2)
+            bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
+            squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
+            grad_sum += squares
+            carried += beta2 * tl.load(sums + segment) / bias_correction2
+            fresh += (1 - beta2) * squares / bias_correction2
     slot = slots + program * SLOT_COLUMNS
     tl.store(slot + GRAD_SUM, grad_sum)
     tl.store(slot + CARRIED, carried)
@@ -63,12 +65,13 @@ def max_exp_avg_sq_sum(
     total = tl.zeros([], tl.float64)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
-        step = tl.load(steps + tensor) + 1
-        maxima = sum_of_next_max(
-            tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK
-        )
-        corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
-        total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
+        if has_grad(tensor_row):
+            step = tl.load(steps + tensor) + 1
+            maxima = sum_of_next_max(
+                tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK
+            )
+            corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
+            total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
     tl.store(slots + program * SLOT_COLUMNS + MAX_SUM, total)
 
 
@@ -89,14 +92,16 @@ def update(
     for i in range(end - first):
         segment = end - 1 - i
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
-        step = tl.load(steps + tensor) + 1
-        total, squares = update_segment(
-            tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
-            tl.load(limits + ROUNDING_START),
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
-        )  # fmt: skip
-        tl.store(sums + segment, total)
-        grad_sum += squares
+        if has_grad(tensor_row):
+            step = tl.load(steps + tensor) + 1
+            total, squares = update_segment(
+                tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
+                tl.load(limits + ROUNDING_START),
+                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR,
+                BLOCK,
+            )  # fmt: skip
+            tl.store(sums + segment, total)
+            grad_sum += squares
     if SUM_GRADS:
         tl.store(slots + program * SLOT_COLUMNS + GRAD_SUM, grad_sum)
 
@@ -147,9 +152,17 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
 
 
 @triton.jit
-def advance_steps(steps, n_tensors):
+def advance_steps(steps, tensors, n_tensors):
+    """Counts the step of each tensor that has a gradient."""
     lanes = tl.arange(0, ROWS)
     for begin in range(0, n_tensors, ROWS):
         where = steps + begin + lanes
         mask = begin + lanes < n_tensors
+        mask = mask & (tl.load(tensors + (begin + lanes) * TENSOR_COLUMNS + GRAD_ADDRESS, mask=mask, other=-1) != -1)
         tl.store(where, tl.load(where, mask=mask) + 1, mask=mask)
+
+
+@triton.jit
+def has_grad(tensor_row):
+    """Whether the tensor takes part in the step: address_table.NO_GRAD stands for a gradient that is not there."""
+    return tl.load(tensor_row + GRAD_ADDRESS) != -1

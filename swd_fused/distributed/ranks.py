@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_fused import known_sum
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, is_dtensor, sharding_of
 from swd_fused.distributed.wrappers import refuse_unknown_shards
@@ -18,7 +17,7 @@ from swd_fused.distributed.wrappers import refuse_unknown_shards
 Group = Mapping[str, Any]
 
 
-class WholeModel:
+class Ranks:
     """`sharded_over` holds for groups of parameters that have no process group of their own."""
 
     def __init__(self, sharded_over: ShardedOver | None) -> None:
@@ -70,15 +69,6 @@ class WholeModel:
             shardings.add(sharding_of(None, self._sharded_over))
         device = params[0][0].device if params else torch.device("cpu")
         return Collective(shardings, [over.group for over in given if over is not None], device)
-
-    def sums_of_state(
-        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[Tensor, Tensor]:
-        """Of v and of steps over all state, since wrappers show one group at a time."""
-        group_of = {param: group for group in groups for param in group["params"]}
-        params = [(param, group_of.get(param, {})) for param, values in state.items() if "exp_avg_sq" in values]
-        states = [(self.sharding_of(param, group), state[param]) for param, group in params]
-        return known_sum.sums_of_state(states, self.collective_of(params))
 
     def _over(self, group: Group) -> ShardedOver | None:
         over: ShardedOver | None = group.get("process_group", self._sharded_over)

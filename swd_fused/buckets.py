@@ -1,0 +1,430 @@
+"""Tensors that are stepped together, and what is kept of them from step to step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swd_fused.arguments import check_grads, check_group, check_state
+from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.options import Options
+from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
+from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
+
+if TYPE_CHECKING:
+    from swd_fused.backends import Backend
+
+Group = Mapping[str, Any]
+
+# Wrappers that show the optimizer one group at a time come back to each of them.
+ARRANGEMENTS_KEPT = 8
+
+
+class Entry(NamedTuple):
+    """A parameter and its state: the optimizer's own, and as a step needs it. `Arrangement.commit` makes them one."""
+
+    number: int  # among all parameters
+    group: int
+    param: Tensor
+    owned: dict[str, Any]
+    staged: dict[str, Any]
+
+
+class Bucket:
+    """Tensors of one device, backend and sharding, as parallel lists. `max_exp_avg_sqs` and `masters` may be empty.
+
+    It holds all parameters that have state. Those without a gradient take no part in a step: their place in `grads` is
+    None. Complex tensors are here as views of real pairs, DTensors as their local part.
+
+    `steps` is the state's own memory: each `state["step"]` is a view of one of its elements, so a thousand counters
+    advance as one tensor. As a list of tensors they took longer than the update itself. `sums` is a cache of the second
+    moments' sums, never state.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        amsgrad: bool,
+        has_masters: bool,
+        entries: list[Entry],
+        options: Options,
+        sharding: Sharding = (),
+    ) -> None:
+        self.backend = backend
+        self.options = options
+        self.amsgrad = amsgrad
+        self.sharding = sharding
+        self.numbers = [entry.number for entry in entries]
+        self.group_indices = [entry.group for entry in entries]
+        self._whole_params = [entry.param for entry in entries]
+        self._states = [entry.owned for entry in entries]
+        self._dtypes = _dtypes(self._whole_params)
+        self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
+        self._local_params = [local_tensor(param) for param in self._whole_params]
+        self.params = [_as_real(param) for param in self._local_params]
+        self._whole_moments: dict[str, list[Tensor]] = {}
+        self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg", entries), self._moments("exp_avg_sq", entries)
+        self.max_exp_avg_sqs = self._moments("max_exp_avg_sq", entries) if amsgrad else []
+        self.masters = self._moments("master_param", entries) if has_masters else []
+        self.device = self.params[0].device
+        self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
+        self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
+        self._numels = [param.numel() for param in self.params]
+        self.numels = upload(torch.tensor(self._numels, device="cpu"), self.device)
+        self.steps = torch.stack([entry.staged["step"].to(self.device, torch.float32) for entry in entries])
+        self._step_views = list(self.steps.unbind())
+        for entry, view in zip(entries, self._step_views, strict=True):
+            entry.staged["step"] = view
+        self._sums: Tensor | None = None
+        self.note_versions()
+        self._param_versions: list[int] = []  # not yet looked at
+        self.grads: list[Tensor | None] = []
+        self.has_all_grads = True
+        self.has_grad: Tensor  # by tensor
+        self.numel: int  # of tensors that have a gradient
+        self.count: Tensor  # the same, on the device
+        self._present: list[bool] = []
+        self._has_stepped = False
+        self._steps_copy: HostCopy | None = None
+        self.plan: Any = None  # what else the backend keeps
+        self._hyper: Hyper | None = None
+
+    # --- What backends ask for
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """The second moments whose mean is the schedule."""
+        return self.max_exp_avg_sqs if self.amsgrad else self.exp_avg_sqs
+
+    @property
+    def sums(self) -> Tensor:
+        """The sums of `averaged` by tensor, rebuilt from storage where they are not known."""
+        if self._sums is None:
+            self._sums = self.backend.exp_avg_sq_sums(self.averaged)
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: Tensor) -> None:
+        self._sums = sums
+
+    def allow_missing_sums(self) -> None:
+        """Saves the pass that would rebuild `sums`, before an update of all tensors that does not read them."""
+        if self._sums is None and self.has_all_grads:
+            self._sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
+
+    @property
+    def present_grads(self) -> list[Tensor]:
+        return [grad for grad in self.grads if grad is not None]
+
+    @property
+    def grads_or_params(self) -> list[Tensor]:
+        """Gradients, and in place of a missing one its parameter, which mostly has its dtype and strides."""
+        if self.has_all_grads:
+            return self.present_grads
+        return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
+
+    @property
+    def hyper(self) -> Hyper:
+        assert self._hyper is not None, "begin comes first"
+        return self._hyper
+
+    def carried_sums(self, after_this_step: bool) -> Tensor:
+        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor."""
+        steps = self.steps + 1 if after_this_step else self.steps
+        counted = self.has_grad if after_this_step else self.steps > 0
+        bias_correction2 = bias_corrections(self.hyper, self.groups, steps)[1]
+        beta2 = self.hyper.column("beta2")[self.groups] if after_this_step else torch.ones_like(bias_correction2)
+        rows = [beta2 * self.sums / bias_correction2, (1 - beta2) * self.numels / bias_correction2, self.numels]
+        return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
+
+    # --- From step to step
+
+    def is_current(self) -> bool:
+        """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
+        that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
+        try:
+            return (
+                self._dtypes == _dtypes(self._whole_params)
+                and self._holds(self._step_views, "step")
+                and all(self._holds(tensors, key) for key, tensors in self._whole_moments.items())
+                and (not self._has_views or self._views_are_current())
+                and self._versions == self._moment_versions()
+            )
+        except KeyError:
+            return False
+
+    def second_moments_changed(self) -> bool:
+        """Whether someone else has written to, replaced or deleted the moments that a lagged mean was taken of."""
+        key = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
+        try:
+            return not self._holds(self._whole_moments[key], key) or self._versions != self._moment_versions()
+        except KeyError:
+            return True
+
+    def is_known_to_have_stepped(self) -> bool:
+        """Whether any of its tensors has taken a step, as far as that is known without waiting for the device."""
+        if self._has_stepped or is_fake(self.steps):
+            return self._has_stepped
+        if self.device.type == "cpu":
+            self._has_stepped = bool(self.steps.any())
+        elif can_be_read_later(self.steps):
+            self._steps_copy = self._steps_copy or HostCopy([self.steps.amax()])
+            values = self._steps_copy.arrived()
+            if values is not None:
+                self._has_stepped, self._steps_copy = values[0] > 0, None
+        return self._has_stepped
+
+    def count_writes(self) -> None:
+        """Advances torch's counters of writes to parameters, for backends that write through addresses."""
+        torch.autograd.graph.increment_version([param for param in self.params if not param.is_inference()])
+
+    def note_step(self, may_have_been_skipped: bool) -> None:
+        """Remembers that a step was taken, and accepts the parameters as it has left them."""
+        self._param_versions = self._versions_of_params() if self.masters else []
+        if not may_have_been_skipped and any(self._present):
+            self._has_stepped = True
+
+    def begin(self, all_grads: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
+        """Takes up this step's gradients and hyper-parameters. Writes to nothing that is the user's."""
+        grads = list(all_grads) if len(all_grads) == len(self.numbers) else [all_grads[i] for i in self.numbers]
+        if self._has_views:
+            pairs = zip(self._whole_params, grads, strict=True)
+            grads = [None if grad is None else _as_real(local_grad(param, grad)) for param, grad in pairs]
+        self.has_all_grads = all(map(is_not, grads, repeat(None)))
+        if any(grad.is_neg() for grad in grads if grad is not None):  # lazily negated: the memory has the other sign
+            grads = [None if grad is None else grad.resolve_neg() for grad in grads]
+        self.grads = grads
+        self._set_present([True] * len(grads) if self.has_all_grads else [grad is not None for grad in grads])
+        self.set_hyper(groups)
+
+    def check(self) -> None:
+        """Raises unless every tensor fits its parameter."""
+        present = [(param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None]
+        check_grads([param for param, _ in present], [grad for _, grad in present])
+        optional = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
+        check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *optional])
+
+    def end(self) -> None:
+        """Lets go of the gradients: between steps they are the user's to free."""
+        self.grads = []
+
+    def follow_params(self) -> None:
+        """Updates masters after someone has written to parameters, loading a model for instance: where a master no
+        longer rounds to its parameter it takes the parameter's value."""
+        if not self.masters or self._param_versions == self._versions_of_params():
+            return
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+        self._param_versions = self._versions_of_params()
+
+    def note_versions(self) -> None:
+        """Accepts the second moments as they are. To be called by whoever writes to them in a way that torch counts."""
+        self._versions = self._moment_versions()
+
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        rows = hyper_rows(groups, self.options.decay, self.options.bias_correction)
+        if self._hyper is None or self._hyper.numbers != rows:
+            self._hyper = Hyper(rows, self.device)
+        self._hyper.set_tensor_lrs(groups)
+
+    def _set_present(self, present: list[bool]) -> None:
+        if present == self._present:
+            return
+        self._present = present
+        self.has_grad = upload(torch.tensor(present, device="cpu"), self.device)
+        self.numel = sum(numel for numel, is_present in zip(self._numels, present, strict=True) if is_present)
+        self.count = torch.full((), self.numel, dtype=scalar_dtype(self.device), device=self.device)
+
+    def _moments(self, key: str, entries: list[Entry]) -> list[Tensor]:
+        self._whole_moments[key] = [entry.staged[key] for entry in entries]
+        return [_as_real(local_tensor(moment)) for moment in self._whole_moments[key]]
+
+    def _holds(self, tensors: list[Tensor], key: str) -> bool:
+        return all(map(is_, tensors, map(itemgetter(key), self._states)))
+
+    def _views_are_current(self) -> bool:
+        """Whether parameters still are where the views of them point: sharding wrappers move them."""
+        return all(map(is_, self._local_params, map(local_tensor, self._whole_params))) and all(
+            param.data_ptr() == view.data_ptr() for param, view in zip(self._local_params, self.params, strict=True)
+        )
+
+    def _moment_versions(self) -> list[int]:
+        key = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
+        return _versions(self._whole_moments[key], self.averaged if self._has_views else ())
+
+    def _versions_of_params(self) -> list[int]:
+        return _versions(self._whole_params, self._local_params if self._has_views else ())
+
+
+class Arrangement:
+    """The buckets of a step, good for the next one as long as it has the same tensors in the same groups."""
+
+    def __init__(
+        self, params: list[Tensor], groups: Sequence[Group], entries: list[Entry], buckets: list[Bucket]
+    ) -> None:
+        self.buckets = buckets
+        self._params = params
+        self._signature = _signature(groups)
+        self._entries = entries
+        self._with_state = [entry.param for entry in entries]
+        self._owned = [entry.owned for entry in entries]
+        numbers = {entry.number for entry in entries}
+        self._without_state = [number for number in range(len(params)) if number not in numbers]
+
+    def serves(
+        self,
+        params: list[Tensor],
+        groups: Sequence[Group],
+        grads: Sequence[Tensor | None],
+        state: Mapping[Tensor, dict[str, Any]],
+    ) -> bool:
+        return (
+            self._signature == _signature(groups)
+            and all(map(is_, self._params, params))
+            and all(grads[number] is None for number in self._without_state)
+            and all(map(is_, self._owned, _states_of(self._with_state, state)))
+            and all(bucket.is_current() for bucket in self.buckets)
+        )
+
+    def was_changed(self, params: list[Tensor]) -> bool:
+        """Whether the sums that these buckets left no longer are those of the optimizer's state."""
+        ids = set(map(id, params))
+        return not ids.issuperset(map(id, self._with_state)) or any(
+            bucket.second_moments_changed() for bucket in self.buckets
+        )
+
+    def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Makes the entries' staged state the optimizer's."""
+        for entry in self._entries:
+            for key in entry.owned.keys() - entry.staged.keys():
+                del entry.owned[key]
+            entry.owned.update(entry.staged)
+            state[entry.param] = entry.owned
+
+
+class Buckets:
+    """The buckets of an optimizer, kept from step to step."""
+
+    def __init__(
+        self,
+        options: Options,
+        backend_of: Callable[[Tensor], Backend],
+        sharding_of: Callable[[Tensor, Group], Sharding],
+        staged: Callable[[dict[str, Any], Tensor, bool], dict[str, Any]],
+    ) -> None:
+        """`staged(state, param, amsgrad)` returns the state with everything that a step needs, leaving `state` as it
+        is."""
+        self._options = options
+        self._backend_of = backend_of
+        self._sharding_of = sharding_of
+        self._staged = staged
+        self._kept: list[Arrangement] = []  # the one that was used last comes first
+        self._begun: Arrangement | None = None
+        self.were_changed = False  # by others, since the last step: what that step left does not hold any more
+
+    @property
+    def current(self) -> list[Bucket]:
+        """The buckets of the last step."""
+        return self._kept[0].buckets if self._kept else []
+
+    def begin(
+        self, groups: Sequence[Group], state: dict[Tensor, dict[str, Any]], grads: Sequence[Tensor | None]
+    ) -> list[Bucket]:
+        """Returns the buckets of a step, ready for both passes.
+
+        Everything that can be refused is refused here, for all buckets, before anything is written.
+        """
+        for group in groups:
+            check_group(group)
+        params = list(chain.from_iterable(map(itemgetter("params"), groups)))
+        arrangement = next((kept for kept in self._kept if kept.serves(params, groups, grads, state)), None)
+        is_new = arrangement is None
+        if arrangement is None:
+            arrangement = self._arrange(params, groups, state, grads)
+        try:
+            for bucket in arrangement.buckets:
+                bucket.begin(grads, groups)
+                bucket.backend.prepare(bucket)
+        except BaseException:
+            for bucket in arrangement.buckets:
+                bucket.end()
+            raise
+        last = self._kept[0] if self._kept else None
+        if arrangement is not last:
+            self.were_changed = last is not None and last.was_changed(params)
+            if is_new:
+                arrangement.commit(state)
+            self._kept = [arrangement, *(kept for kept in self._kept if kept is not arrangement)][:ARRANGEMENTS_KEPT]
+        else:
+            self.were_changed = False
+        for bucket in arrangement.buckets:
+            bucket.follow_params()
+        return arrangement.buckets
+
+    def end(self) -> None:
+        for bucket in self.current:
+            bucket.end()
+
+    def _arrange(
+        self,
+        params: list[Tensor],
+        groups: Sequence[Group],
+        state: Mapping[Tensor, dict[str, Any]],
+        grads: Sequence[Tensor | None],
+    ) -> Arrangement:
+        """Puts each parameter that has state, or is going to have it, into a bucket."""
+        entries: list[Entry] = []
+        by_kind: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+        group_indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
+        present = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        check_grads([param for param, _ in present], [grad for _, grad in present])
+        for number, (index, param, grad) in enumerate(zip(group_indices, params, grads, strict=True)):
+            owned = state.get(param) or {}
+            if grad is None and "exp_avg_sq" not in owned:
+                continue
+            amsgrad = groups[index]["amsgrad"]
+            entry = Entry(number, index, param, owned, self._staged(owned, param, amsgrad))
+            has_master = self._options.needs_master(param.dtype)
+            backend, sharding = self._backend_of(param), self._sharding_of(param, groups[index])
+            by_kind[backend, param.device, amsgrad, has_master, sharding].append(entry)
+            entries.append(entry)
+        buckets = [
+            Bucket(backend, amsgrad, has_masters, same, self._options, sharding)
+            for (backend, _, amsgrad, has_masters, sharding), same in by_kind.items()
+        ]
+        return Arrangement(params, groups, entries, buckets)
+
+
+def _signature(groups: Sequence[Group]) -> list[tuple[int, bool]]:
+    """Which parameters are in which group, and the one hyper-parameter that decides which state they have."""
+    return [(len(group["params"]), group["amsgrad"]) for group in groups]
+
+
+def _states_of(params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> Iterable[dict[str, Any] | None]:
+    """Mostly in the order of the parameters, and then without hashing them, which took a fifth of the host's time."""
+    if len(state) == len(params) and all(map(is_, state, params)):
+        return state.values()
+    return [state.get(param) for param in params]
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(map(attrgetter("dtype"), tensors))
+
+
+def _versions(tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> list[int]:
+    """torch's counters of in-place changes. Those of a DTensor count on it or on its local part, depending on how it
+    was written to."""
+    try:
+        return [tensor._version for tensor in chain(tensors, locals_)]
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in chain(tensors, locals_)]

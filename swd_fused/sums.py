@@ -1,0 +1,265 @@
+"""Where a step's four sums come from: pass 1, the step before, or the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swd_fused.buckets import Bucket
+from swd_fused.distributed.collective import Collective, Reduction
+from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor, local_tensor
+from swd_fused.schedule import Gate, Sums, scalar_dtype
+from swd_fused.upload import is_fake, moved
+
+
+class Source(Protocol):
+    """All ranks must use the same source in a step, whatever gradients and state each of them has."""
+
+    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+        """Returns the sums over all ranks. Writes to nothing that is the user's."""
+
+    def leave(
+        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
+    ) -> None:
+        """Keeps what the next step needs, after pass 2, which has summed the squared gradients of each bucket."""
+
+
+class PassOne:
+    """Reads this step's gradients."""
+
+    def __init__(self, has_amsgrad: Callable[[], bool]) -> None:
+        """`has_amsgrad()` tells whether any group has it: its maxima take an all-reduce of their own, on all ranks."""
+        self._has_amsgrad = has_amsgrad
+
+    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+        rows = [(bucket.sharding, _pass1(bucket)) for bucket in buckets]
+        grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
+        if self._has_amsgrad():
+            grad_factor = gate.grad_factor(grad_sq, ranks.device)
+            maxima = [
+                (bucket.sharding, bucket.backend.pass1_amsgrad(bucket, on_device_of(bucket, grad_factor)).reshape(1))
+                for bucket in buckets
+                if bucket.amsgrad
+            ]
+            carried = carried + ranks.total(maxima, 1)[0]
+        return Sums(grad_sq, carried, fresh, count)
+
+    def leave(self, *_: object) -> None:
+        pass
+
+
+def _pass1(bucket: Bucket) -> Tensor:
+    grad_sq, carried, fresh = bucket.backend.pass1(bucket).unbind()
+    if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
+        carried = fresh = torch.zeros_like(grad_sq)
+    return torch.stack([grad_sq, carried, fresh, bucket.count])
+
+
+class StepBefore:
+    """Takes v^ as the state has it before this step, over all parameters that have taken a step.
+
+    So the mean follows from the state alone: it does not depend on which gradients come and go, on skipped steps, on a
+    resume. As long as no parameter has taken a step, pass 1 takes its place.
+
+    On several ranks the sums travel while the model computes: a step starts the reduction for the next one. Whoever
+    writes to the state in between must do so on all ranks.
+    """
+
+    def __init__(self, pass_one: PassOne) -> None:
+        self._pass_one = pass_one
+        self._reduction: Reduction | None = None
+
+    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+        is_first = self._reduction is None
+        if self._reduction is None:
+            last = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
+        else:
+            last, self._reduction = self._reduction.finish(), None
+        carried, count, self._last_grad_sq = last.unbind()
+        before = Sums(None, carried, torch.zeros_like(carried), count)
+        if _can_be_read(count):
+            return before if count > 0 else self._pass_one.sums(buckets, gate, ranks)
+        if not is_first or (ranks.is_local and any(bucket.is_known_to_have_stepped() for bucket in buckets)):
+            return before
+        # The device knows whether any step was taken, and is not waited for.
+        now = self._pass_one.sums(buckets, gate, ranks)
+        pairs = zip(before[1:], now[1:], strict=True)
+        return Sums(now.grad_sq, *(torch.where(count > 0, old, new) for old, new in pairs))
+
+    def grad_norm(self, grad_sqs: Sequence[Tensor], gate: Gate, ranks: Collective) -> Tensor:
+        """Returns the norm, where pass 2 was the first to read gradients: on several ranks that of the step before."""
+        if not ranks.is_local:
+            return self._last_grad_sq.sqrt()
+        return gate.grad_norm(torch.stack([moved(grad_sq, ranks.device) for grad_sq in grad_sqs]).sum())
+
+    def leave(
+        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
+    ) -> None:
+        if ranks.is_local:  # the next step finds all it needs in the buckets
+            return
+        rows = []
+        for bucket, grad_sq in zip(buckets, grad_sqs, strict=True):
+            unscale = gate.unscale(bucket.device)
+            grad_sq = grad_sq if unscale is None else unscale.square() * grad_sq
+            rows.append((bucket.sharding, _left_by(bucket, grad_sq)))
+        self._reduction = ranks.start(rows, 3)
+
+    def forget(self) -> None:
+        """Drops what the step before left. All ranks must do so, or none."""
+        if self._reduction is not None:
+            self._reduction.abandon()
+        self._reduction = None
+
+
+def _can_be_read(value: Tensor) -> bool:
+    """Whether the host can look at a value without waiting for a device."""
+    return value.is_cpu and not is_fake(value)
+
+
+def _left_by(bucket: Bucket, grad_sq: Tensor | None = None) -> Tensor:
+    total, _, count = bucket.backend.carried(bucket, after_this_step=False).unbind()
+    return torch.stack([total, count, torch.zeros_like(total) if grad_sq is None else grad_sq])
+
+
+class FromCaller:
+    """Takes the sum of squared gradients from the caller, for a step of all that it covers, on all ranks.
+
+    Exact where all parameters have taken equally many steps. Where not, the squared gradients count as spread evenly.
+    """
+
+    def __init__(self, grad_sq: Tensor) -> None:
+        self._grad_sq = grad_sq
+
+    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+        rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in buckets]
+        carried, weight, count = ranks.total(rows, 3).unbind()
+        return Sums(self._grad_sq, carried, self._grad_sq * weight / count.clamp(min=1), count)
+
+    def leave(self, *_: object) -> None:
+        pass
+
+
+class FromCallerInParts:
+    """Takes the sum of squared gradients and its number of elements from the caller, where a call may step only some of
+    them: wrappers step one group at a time.
+
+    Only the sum of v is carried from step to step, without communication. So all its elements must have a gradient in
+    each step. Calls belong to the same step until a parameter comes again.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None  # of v, before the step that calls belong to
+        self._steps: Tensor | None = None
+        self._next: tuple[Tensor, Tensor] | None = None  # both, after it
+        self._stepped: set[int] = set()
+        self.goes_on = False  # whether the last call belongs to the same step as the one before
+
+    def begin(
+        self,
+        grad_sq: Tensor,
+        numel: int,
+        beta2: float,
+        bias_correction: bool,
+        params: Sequence[Tensor],
+        stored: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Takes up a call. `stored()` returns the sum of v and the steps taken as the state has them, on all ranks."""
+        ids = set(map(id, params))
+        self.goes_on = self._next is not None and self._stepped.isdisjoint(ids)
+        self._stepped = self._stepped | ids if self.goes_on else ids
+        if not self.goes_on:
+            self._sum, self._steps = self._next or stored()
+        self._grad_sq, self._numel, self._beta2, self._bias_correction = grad_sq, numel, beta2, bias_correction
+
+    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+        assert self._sum is not None, "begin comes first"
+        assert self._steps is not None, "begin comes first"
+        if not gate.may_skip:  # a step that is skipped would leave none
+            for bucket in buckets:
+                bucket.allow_missing_sums()
+        bias_correction2 = 1 - self._bias_correction * self._beta2 ** (self._steps + 1)
+        carried = self._beta2 * self._sum / bias_correction2
+        fresh = (1 - self._beta2) * self._grad_sq / bias_correction2
+        return Sums(self._grad_sq, carried, fresh, torch.full_like(carried, self._numel))
+
+    def leave(
+        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
+    ) -> None:
+        assert self._sum is not None, "begin comes first"
+        assert self._steps is not None, "begin comes first"
+        factor = gate.grad_factor(self._grad_sq, ranks.device)
+        grad_sq = self._grad_sq if factor is None else factor.square() * self._grad_sq
+        after = self._beta2 * self._sum + (1 - self._beta2) * grad_sq
+        if skip is None:
+            self._next = after, self._steps + 1
+        else:
+            self._next = torch.where(skip != 0, self._sum, after), self._steps + 1 - skip
+
+
+def stored_sum(states: Sequence[tuple[Sharding, Mapping[str, Any]]], ranks: Collective) -> tuple[Tensor, Tensor]:
+    """Returns the sum of v on all ranks, and the most steps that any parameter here has taken."""
+    device, dtype = ranks.device, scalar_dtype(ranks.device)
+    rows = []
+    for sharding, state in states:
+        moment = local_tensor(state["exp_avg_sq"])
+        moment = torch.view_as_real(moment) if moment.is_complex() else moment
+        rows.append((sharding, moment.sum(dtype=dtype).reshape(1).to(device)))
+    steps = [torch.zeros((), dtype=dtype, device=device), *(state["step"].to(device, dtype) for _, state in states)]
+    return ranks.total(rows, 1)[0], torch.stack(steps).max()
+
+
+def checked_grad_sq(
+    grad_sumsq: float | Tensor,
+    numel: int | None,
+    groups: Sequence[Mapping[str, Any]],
+    schedule: str,
+    device: torch.device,
+) -> Tensor:
+    """Returns the caller's sum of squared gradients as a tensor, after checking that it can be used."""
+    if isinstance(grad_sumsq, Tensor):
+        if is_dtensor(grad_sumsq):  # the square of what clip_grad_norm_ returns for sharded models
+            grad_sumsq = full_tensor(grad_sumsq)
+        if grad_sumsq.numel() != 1:
+            raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
+        value = moved(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
+    elif isinstance(grad_sumsq, Real) and not grad_sumsq < 0:
+        value = torch.full((), float(grad_sumsq), dtype=scalar_dtype(device), device=device)
+    else:
+        raise ValueError(
+            f"step got grad_sumsq={grad_sumsq!r}, wanted a number >= 0, the square of the gradients' norm."
+        )
+    if numel is not None and not (isinstance(numel, int) and numel > 0):
+        raise ValueError(f"step got numel={numel!r}, wanted the number of elements that grad_sumsq is the sum over.")
+    if schedule == "lagged":
+        raise ValueError(
+            'step got grad_sumsq with schedule="lagged", which looks at no gradient of this step. '
+            'Use schedule="exact": with grad_sumsq it reads memory just as often.'
+        )
+    if any(group["amsgrad"] for group in groups):
+        raise ValueError(
+            "step got grad_sumsq with amsgrad=True, whose maxima do not follow from it. Call step() without."
+        )
+    beta2s = {group["betas"][1] for group in groups}
+    if len(beta2s) > 1:
+        raise ValueError(
+            f"step got grad_sumsq with groups of different betas, {sorted(beta2s)}: how the sum is spread over them "
+            "would have to be known too. Call step() without, or use one value."
+        )
+    return value
+
+
+def skip_on_all_ranks(gate: Gate, grad_sq: Tensor | None, ranks: Collective) -> Tensor | None:
+    """Returns 1 if the step must change nothing: where any rank has found an infinity all of them skip, on meshes that
+    GradScaler does not know of too."""
+    if not gate.may_skip:
+        return None
+    found = gate.found(ranks.device)
+    return gate.skip(found if gate.found_inf is None else ranks.largest(found), grad_sq)
+
+
+def on_device_of(bucket: Bucket, value: Tensor | None) -> Tensor | None:
+    return None if value is None else moved(value, bucket.device)

@@ -1,0 +1,231 @@
+"""What surrounds the arithmetic: an error changes nothing, and everything that is remembered follows from the state."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS
+from tests.definition import MeanOfStepBefore
+from tests.runs import defined, error, random_grads, random_params, run
+
+SHAPES = [(20,), (30,), (7, 5)]
+
+
+def snapshot(optimizer: FusedAdamS, params: list[torch.nn.Parameter]) -> list[Any]:
+    state = [(param, key, value.clone()) for param in params for key, value in optimizer.state.get(param, {}).items()]
+    return [[param.detach().clone() for param in params], state]
+
+
+def assert_unchanged(before: list[Any], optimizer: FusedAdamS, params: list[torch.nn.Parameter]) -> None:
+    now = snapshot(optimizer, params)
+    assert all(map(torch.equal, before[0], now[0]))
+    assert [entry[:2] for entry in before[1]] == [entry[:2] for entry in now[1]]
+    assert all(torch.equal(old, new) for (_, _, old), (_, _, new) in zip(before[1], now[1], strict=True))
+
+
+# --- An error leaves parameters and state as they were
+
+
+def freed(grad: Tensor) -> Tensor:
+    grad.untyped_storage().resize_(0)
+    return grad
+
+
+BAD_GRADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "freed": freed,
+    "float8": lambda grad: grad.to(torch.float8_e4m3fn),
+    "sparse": Tensor.to_sparse,
+}
+ONE_PASS: list[dict[str, Any]] = [{"schedule": "lagged"}, {"decay": "decoupled"}, {}]
+
+
+@pytest.mark.parametrize("bad", BAD_GRADS)
+@pytest.mark.parametrize("options", ONE_PASS, ids=str)
+def test_no_bucket_is_written_if_one_is_refused(backend: str, options: dict[str, Any], bad: str) -> None:
+    """Two buckets, since the groups differ in amsgrad. Under "lagged" no pass 1 would have met the bad gradient."""
+    params = random_params(SHAPES)
+    groups = [{"params": params[:2]}, {"params": params[2:], "amsgrad": True}]
+    optimizer = FusedAdamS(groups, lr=0.1, backend=backend, **options)
+    run(params, random_grads(SHAPES, 2), optimizer)
+    before = snapshot(optimizer, params)
+    good = random_grads(SHAPES, 1)[0]
+    for param, grad in zip(params, good, strict=True):
+        param.grad = grad.clone()
+    params[2].grad = None
+    params[2].grad_dtype = None  # of any dtype
+    params[2].grad = BAD_GRADS[bad](good[2].clone())
+    with pytest.raises(RuntimeError, match="FusedAdamS got a"):
+        optimizer.step()
+    assert_unchanged(before, optimizer, params)
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_a_first_step_that_is_refused_leaves_no_state(backend: str, schedule: str) -> None:
+    """Zero state would count as a step that was taken, and the next lagged step would have a mean of 0."""
+    shapes = SHAPES[:2]
+    params, grads = random_params(shapes), random_grads(shapes, 2)
+    others = copy.deepcopy(params)
+    optimizer = FusedAdamS(params, lr=0.1, schedule=schedule, backend=backend)
+    params[0].grad, params[1].grad = grads[0][0].clone(), freed(grads[0][1].clone())
+    with pytest.raises(RuntimeError, match="freed"):
+        optimizer.step()
+    assert len(optimizer.state) == 0
+    run(params, grads, optimizer)
+    run(others, grads, FusedAdamS(others, lr=0.1, schedule=schedule, backend=backend))
+    assert all(map(torch.equal, params, others))
+
+
+def test_a_warning_that_is_an_error_comes_before_the_update(backend: str) -> None:
+    params = random_params([(20,)])
+    optimizer = FusedAdamS(params, lr=0.1, weight_decay=100.0, backend=backend)
+    params[0].grad = torch.full((20,), 1e-3)
+    optimizer.step()
+    before = snapshot(optimizer, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="max_decay"):
+            optimizer.step()
+        assert_unchanged(before, optimizer, params)
+        optimizer.step()
+    assert float(optimizer.state[params[0]]["step"]) == 2
+
+
+def test_masters_are_not_written_by_a_step_that_is_refused(backend: str) -> None:
+    params = random_params([(20,), (30,)], torch.bfloat16)
+    optimizer = FusedAdamS(params, lr=0.1, master_weights=True, backend=backend)
+    run(params, random_grads([(20,), (30,)], 1, torch.bfloat16), optimizer)
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    before = snapshot(optimizer, params)
+    params[0].grad, params[1].grad = torch.ones_like(params[0]), freed(torch.ones_like(params[1]))
+    with pytest.raises(RuntimeError, match="freed"):
+        optimizer.step()
+    assert_unchanged(before, optimizer, params)
+
+
+# --- What is remembered follows from the state
+
+
+@pytest.mark.parametrize("key", ["exp_avg_sq", "max_exp_avg_sq"])
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_a_write_to_the_second_moment_is_seen(backend: str, schedule: str, key: str) -> None:
+    """Only of what torch counts. The state loaded anew is what it must equal."""
+    options: dict[str, Any] = {"lr": 0.1, "schedule": schedule, "backend": backend, "amsgrad": key != "exp_avg_sq"}
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    optimizer = FusedAdamS(params, **options)
+    run(params, grads[:2], optimizer)
+    for param in params:
+        optimizer.state[param][key].mul_(100)
+    others = copy.deepcopy(params)
+    loaded = FusedAdamS(others, **options)
+    loaded.load_state_dict(optimizer.state_dict())
+    run(params, grads[2:], optimizer)
+    run(others, grads[2:], loaded)
+    assert torch.equal(optimizer.exp_avg_sq_mean, loaded.exp_avg_sq_mean)
+    assert all(map(torch.equal, params, others))
+
+
+def come_and_go(steps: int) -> list[list[Tensor | None]]:
+    """The first parameter's gradients are large, and it has one in every fourth step only; the last one comes late."""
+    grads: list[list[Tensor | None]] = [*random_grads(SHAPES, steps, torch.float64)]
+    for t, step_grads in enumerate(grads):
+        step_grads[0] = None if t % 4 else 100 * step_grads[0]  # type: ignore[operator]
+        if t < steps // 2:
+            step_grads[2] = None
+    return grads
+
+
+@pytest.mark.backends(split=True)
+def test_lagged_is_the_mean_of_all_that_have_taken_a_step(backend: str) -> None:
+    params, grads = random_params(SHAPES, torch.float64), come_and_go(8)
+    reference = defined(params, grads, [{"params": range(3)}], MeanOfStepBefore, lr=0.1)
+    run(params, grads, FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend))
+    assert error(params, reference.params) < 1e-14
+
+
+def skip_a_step(optimizer: FusedAdamS, params: list[torch.nn.Parameter]) -> None:
+    """As GradScaler does it, with gradients where the last step had none."""
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.ones(1)  # type: ignore[attr-defined]
+    for param in params:
+        param.grad = torch.full_like(param, torch.inf)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("interruption", ["resume", "deepcopy", "skip"])
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_interruptions_change_no_bit(backend: str, schedule: str, interruption: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "schedule": schedule, "backend": backend}
+    params, grads = random_params(SHAPES, torch.float64), come_and_go(6)
+    others = copy.deepcopy(params)
+    run(others, grads, FusedAdamS(others, **options))
+    optimizer = FusedAdamS(params, **options)
+    for step_grads in grads:
+        run(params, [step_grads], optimizer)
+        if interruption == "resume":
+            saved, optimizer = optimizer.state_dict(), FusedAdamS(params, **options)
+            optimizer.load_state_dict(saved)
+        elif interruption == "deepcopy":
+            params, optimizer = copy.deepcopy((params, optimizer))
+            optimizer.param_groups[0]["params"] = params
+        else:
+            skip_a_step(optimizer, params)
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.backends(interpreted=False)
+def test_a_first_step_that_is_skipped_leaves_the_next_one_exact(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    others = copy.deepcopy(params)
+    run(others, grads, FusedAdamS(others, lr=0.1, schedule="lagged", backend=backend))
+    optimizer = FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend)
+    skip_a_step(optimizer, params)
+    run(params, grads, optimizer)
+    assert all(map(torch.equal, params, others))
+
+
+# --- Where nothing can be read, or nothing may be written
+
+
+def test_steps_and_loading_in_inference_mode(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    others = copy.deepcopy(params)
+    run(others, grads, FusedAdamS(others, lr=0.1, backend=backend))
+    optimizer = FusedAdamS(params, lr=0.1, backend=backend)
+    with torch.inference_mode():
+        run(params, grads[:1], optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+    run(params, grads[1:], optimizer)
+    assert all(map(torch.equal, params, others))
+    assert not any(value.is_inference() for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"max_grad_norm": 1.0}, {"amsgrad": True}], ids=str)
+def test_a_step_on_meta_tensors(options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(4, 3, device="meta")
+    optimizer = FusedAdamS(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        model(torch.ones(2, 4, device="meta")).sum().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].is_meta
+    assert "torch" in repr(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"max_grad_norm": 1.0}], ids=str)
+def test_a_step_on_fake_tensors(options: dict[str, Any]) -> None:
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 3)
+        optimizer = FusedAdamS(model.parameters(), lr=0.1, **options)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert isinstance(optimizer.state[model.weight]["exp_avg"], FakeTensor)
