@@ -65,13 +65,13 @@ def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.con
 @triton.jit
 def sum_of_stored(
     tensor_row, start, count,
-    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In the order in which `update_segment` adds, so the result has the same bits."""
     if AMSGRAD:
-        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     else:
-        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     whole = whole_blocks(tensor_row, count, BLOCK)
@@ -86,12 +86,13 @@ def sum_of_stored(
 @triton.jit
 def sum_of_next_max(
     tensor_row, hyper_row, start, count, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of max_exp_avg_sq as this step will leave it."""
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     grad_scale = grad_factor.to(COMPUTE)
     beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
     one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
@@ -112,8 +113,8 @@ def sum_of_next_max(
 @triton.jit
 def update_segment(
     tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2."""
@@ -134,7 +135,7 @@ def update_segment(
         weight = param
     exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
     rounding = rounding_key(rounding_start, tl.load(tensor_row + TENSOR_ID), step, start)
     lanes = tl.arange(0, BLOCK)
@@ -191,4 +192,5 @@ def update_block(
     store_block(exp_avg_sq, v, offsets, count, VECTOR)
     if AMSGRAD:
         store_block(max_exp_avg_sq, largest, offsets, count, VECTOR)
-    return averaged.to(exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g
+    # Without amsgrad max_exp_avg_sq has the dtype of exp_avg_sq, and nothing is read or written through it.
+    return averaged.to(max_exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g
