@@ -11,6 +11,7 @@ from torch import Tensor
 from swd_fused.active import Active
 from swd_fused.arguments import check_grads, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.element_numbers import element_numbers
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
 from swd_fused.upload import upload
@@ -60,6 +61,8 @@ class Bucket:
         self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
         self.numbers = [active.numbers[i] for i in positions]
         self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
+        is_rounded_at_random = options.rounding_seed is not None
+        self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if is_rounded_at_random]
         numels = [param.numel() for param in self.params]
         self.numel = sum(numels)
         self.numels = upload(torch.tensor(numels, device="cpu"), self.device)

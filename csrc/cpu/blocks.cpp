@@ -211,9 +211,9 @@ SWD_BLOCKS(float)
 SWD_BLOCKS(double)
 
 SWD_CLONES void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
-                                     uint32_t first) {
+                                     uint32_t number, uint32_t number_stride) {
   for (int64_t i = 0; i < n; ++i) {
-    dst[i * stride] = narrow_stochastically(block[i], key, first + static_cast<uint32_t>(i));
+    dst[i * stride] = narrow_stochastically(block[i], key, number + static_cast<uint32_t>(i) * number_stride);
   }
 }
 

@@ -81,7 +81,7 @@ class Operands:
         if self._seen != seen:
             self._seen = []
             kept = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
-            self.layouts = _checked(bucket, ops.layouts, *kept, bucket.grads)
+            self.layouts = _checked(bucket, ops.layouts, *kept, bucket.grads, _numbers(bucket))
             self.addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
             self._seen = seen
         if self._seen_grads != grads:
@@ -99,6 +99,13 @@ def _operands(bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
     operands: Operands = bucket.plan
     operands.refresh(bucket)
     return operands.layouts, operands.addresses, operands.grad_addresses
+
+
+def _numbers(bucket: Bucket) -> Tensor | None:
+    """The numbers of all elements as csrc/operands.h wants them, if rounding is stochastic."""
+    if not bucket.element_numbers:
+        return None
+    return int64s(chain.from_iterable((numbers.first, *numbers.strides) for numbers in bucket.element_numbers))
 
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
@@ -139,10 +146,13 @@ def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
     return fake
 
 
-def _fake_layouts(*lists: list[Tensor]) -> Tensor:
+def _fake_layouts(*args: Any) -> Tensor:
     """As long as csrc/operands.cpp makes them."""
-    numbers = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
-    return _fake(lists, 3 + 2 * len(lists[0]) + numbers, torch.int64)
+    *lists, numbers = args
+    if numbers is not None:  # which are laid out as a tensor is
+        lists.append(lists[0])
+    described = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
+    return _fake(lists, 4 + 2 * len(lists[0]) + described, torch.int64)
 
 
 def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:

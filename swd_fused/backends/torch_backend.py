@@ -90,8 +90,10 @@ class TorchBackend:
                 store(updated[0], results)
             if keys is not None:
                 results = [
-                    stochastically_rounded(result, keys[index], first) if param.dtype == torch.bfloat16 else result
-                    for param, result, index, first in zip(params, results, batch.indices, batch.firsts, strict=True)
+                    stochastically_rounded(result, keys[index], bucket.element_numbers[index].from_index(*start))
+                    if param.dtype == torch.bfloat16
+                    else result
+                    for param, result, index, start in zip(params, results, batch.indices, batch.starts, strict=True)
                 ]
             store(params, results)
             sums.add(batch, sums_of(updated[3]))
@@ -229,7 +231,7 @@ def sums_of_squares(grads: list[Tensor]) -> Tensor:
 class Batch(NamedTuple):
     group: int
     indices: list[int]  # of the tensor that each piece belongs to
-    firsts: list[int]  # how many elements of it are in pieces before
+    starts: list[tuple[int, int]]  # the dimension that it is cut along, and the index where the piece begins
     lists: list[list[Tensor]]
 
 
@@ -239,20 +241,19 @@ def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[B
     groups = groups or [0] * len(lists[0])
     numels = list(map(Tensor.numel, lists[0]))
     if sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
-        yield Batch(groups[0], list(range(len(numels))), [0] * len(numels), [list(tensors) for tensors in lists])
+        starts = [(0, 0)] * len(numels)
+        yield Batch(groups[0], list(range(len(numels))), starts, [list(tensors) for tensors in lists])
         return
     batch, numel = Batch(groups[0], [], [], [[] for _ in lists]), 0
     for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
-        first = 0
-        for slab in slabs(tuple(tensors), limit):
+        for start, slab in slabs(tuple(tensors), limit):
             if batch.indices and (batch.group != group or numel >= limit):
                 yield batch
                 numel = 0
             if numel == 0:
                 batch = Batch(group, [], [], [[] for _ in lists])
             batch.indices.append(index)
-            batch.firsts.append(first)
-            first += slab[0].numel()
+            batch.starts.append(start)
             for pieces, piece in zip(batch.lists, slab, strict=True):
                 pieces.append(piece)
             numel += slab[0].numel()
@@ -260,14 +261,16 @@ def batches(*lists: list[Tensor], groups: list[int] | None = None) -> Iterator[B
         yield batch
 
 
-def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, cut along their longest dimension. Empty ones have none."""
+def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
+    """Tensors of one shape, cut along their longest dimension: it and the index of each cut, and the pieces. Empty ones
+    have none."""
     shape, numel = tensors[0].shape, tensors[0].numel()
     if numel == 0:
         return
     if numel <= limit:
-        yield tensors
+        yield (0, 0), tensors
         return
     dim = shape.index(max(shape))
     rows = max(1, limit * shape[dim] // numel)
-    yield from zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
+    pieces = zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
+    yield from (((dim, number * rows), piece) for number, piece in enumerate(pieces))

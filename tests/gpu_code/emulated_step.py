@@ -146,6 +146,7 @@ class EmulatedStep:
         for number, group in enumerate(groups):
             table[group["params"], tables.GROUP.value] = number
         table[:, tables.TENSOR_ID.value] = range(len(self.numels))
+        table[:, tables.ROW_LENGTH.value] = np.maximum(self.numels, 1)
         return table
 
     def _put_all(self, tensors: Sequence[Tensor], dtype: torch.dtype, offset: int, writable: bool = True) -> list[int]:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import larger, update_element
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, store_block
-from swd_fused.backends.triton.kernels.rounding import rounding_key, stochastically_rounded
+from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
@@ -24,7 +24,6 @@ from swd_fused.backends.triton.kernels.tables import (
     MAX_EXP_AVG_SQ_ADDRESS,
     PARAM_ADDRESS,
     SIGN,
-    TENSOR_ID,
 )
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
@@ -137,7 +136,10 @@ def update_segment(
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
     max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
-    rounding = rounding_key(rounding_start, tl.load(tensor_row + TENSOR_ID), step, start)
+    if STOCHASTIC:
+        rounding = segment_rounding(rounding_start, tensor_row, step, start)
+    else:
+        rounding = 0
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     grad_total = tl.zeros([BLOCK], COMPUTE)
