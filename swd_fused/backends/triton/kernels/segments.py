@@ -31,6 +31,12 @@ from swd_fused.backends.triton.kernels.tables import (
 PASS1_BLOCKS = tl.constexpr(8)
 
 
+# Squares of float32 numbers leave its range where gradients are below 1e-19 or above 1e19, so sums of them are taken
+# again in float64 where that may have lost something. The lower limit: up to 2^18 squares, each of which may have lost
+# 2^-126, lose no more than float32's resolution of 2^-80.
+LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
+
+
 @triton.jit
 def whole_blocks(tensor_row, count, ELEMENTS: tl.constexpr):
     """How many elements from the first one on may be taken in whole, aligned blocks."""
@@ -58,7 +64,22 @@ def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.con
     for begin in range(whole, count, BLOCK):
         x = load_block(grad, begin + lanes, count, COMPUTE, 0)
         total += x * x
-    return tl.sum(total.to(tl.float64))
+    return kept_squares(tl.sum(total.to(tl.float64)), tensor_row, start, count, GRAD, COMPUTE)
+
+
+@triton.jit
+def kept_squares(squares, tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
+    if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
+        if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
+            grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+            lanes = tl.arange(0, THREADS)
+            total = tl.zeros([THREADS], tl.float64)
+            for begin in range(0, count, THREADS):
+                x = load_block(grad, begin + lanes, count, tl.float64, 0)
+                total += x * x
+            squares = tl.sum(total)
+    return squares
 
 
 @triton.jit
@@ -163,7 +184,10 @@ def update_segment(
         total += averaged
         if SUM_GRADS:
             grad_total += squares
-    return tl.sum(total.to(tl.float64)), tl.sum(grad_total.to(tl.float64))
+    squares = tl.sum(grad_total.to(tl.float64))
+    if SUM_GRADS:
+        squares = kept_squares(squares, tensor_row, start, count, GRAD, COMPUTE)
+    return tl.sum(total.to(tl.float64)), squares
 
 
 @triton.jit
