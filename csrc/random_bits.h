@@ -21,8 +21,10 @@ inline uint32_t rounding_key(int64_t seed, int64_t tensor, double step) {
   return scrambled(scrambled(start + static_cast<uint32_t>(tensor)) + static_cast<uint32_t>(step));
 }
 
-// For elements from one number on, of which few blocks have any above 2^32.
-inline uint32_t block_key(uint32_t key, int64_t first) { return key + scrambled(static_cast<uint32_t>(first >> 32)); }
+// For elements whose numbers have the same upper 32 bits as this one.
+inline uint32_t stretch_key(uint32_t key, int64_t number) {
+  return key + scrambled(static_cast<uint32_t>(number >> 32));
+}
 
 SWD_INLINE uint32_t random_16_bits(uint32_t key, uint32_t element) {
   return scrambled(key ^ (element * 0x9E3779B9u)) >> 16;

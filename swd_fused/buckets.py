@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swd_fused.arguments import check_grads, check_group, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.element_numbers import element_numbers
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
 from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
@@ -75,6 +76,8 @@ class Bucket:
         self.device = self.params[0].device
         self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
         self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
+        is_rounded_at_random = options.rounding_seed is not None
+        self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if is_rounded_at_random]
         self._numels = [param.numel() for param in self.params]
         self.numels = upload(torch.tensor(self._numels, device="cpu"), self.device)
         self.steps = torch.stack([entry.staged["step"].to(self.device, torch.float32) for entry in entries])

@@ -188,5 +188,11 @@ def effective_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
 
 
 def decay_factor(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
-    """What weights are multiplied by, as AdamW would with the effective weight decay."""
-    return 1 - hyper.column("lr") * effective_weight_decay(exp_avg_sq_mean, hyper)
+    """What weights are multiplied by, as AdamW would with the effective weight decay.
+
+    Computed by itself: with `lr=0` the effective weight decay may be infinite, and times 0 that is NaN.
+    """
+    lr = hyper.column("lr")
+    shrink = lr * hyper.column("weight_decay") / (exp_avg_sq_mean.sqrt() + hyper.column("eps"))
+    scheduled = torch.where(exp_avg_sq_mean > 0, torch.minimum(shrink, hyper.column("max_decay")), 0.0)
+    return 1 - scheduled - lr * hyper.column("decoupled_decay")

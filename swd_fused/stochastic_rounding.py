@@ -1,12 +1,15 @@
-"""Rounding to bfloat16 by chance, in plain PyTorch: the mean of many roundings is right, so small updates are not lost.
+"""Stochastic rounding to bfloat16 in plain PyTorch: the mean of many roundings is right, so small updates are not lost.
 
-The bits come from a hash of seed, tensor, step and element, so a run is the same each time.
+The bits come from a hash of seed, tensor, step and element number (see element_numbers.py), so a run is the same each
+time.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from swd_fused.element_numbers import ElementNumbers
 
 LOW_32_BITS = 0xFFFFFFFF
 
@@ -30,10 +33,12 @@ def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:
     return scrambled((keys + steps.to(torch.int64)) & LOW_32_BITS)
 
 
-def stochastically_rounded(values: Tensor, key: Tensor, first: int) -> Tensor:
-    """Values in bfloat16, by way of float32. Elements are numbered from `first` on."""
+def stochastically_rounded(values: Tensor, key: Tensor, numbers: ElementNumbers) -> Tensor:
+    """Values in bfloat16, by way of float32."""
     values = values.to(torch.float32)
-    elements = torch.arange(first, first + values.numel(), device=values.device).reshape(values.shape)
+    elements = numbers.tensor(values.shape, values.device)
+    if numbers.last(values.shape) > LOW_32_BITS:
+        key = (key + scrambled(elements >> 32)) & LOW_32_BITS
     noise = scrambled(key ^ ((elements * 0x9E3779B9) & LOW_32_BITS)) >> 16
     bits = values.contiguous().view(torch.int32)
     rounded = ((bits + noise.to(torch.int32)) & -0x10000).view(torch.float32)

@@ -35,9 +35,10 @@ struct UpdateSums {
   void load(T* block, const S* src, int64_t stride, int64_t n); \
   void store(S* dst, int64_t stride, const T* block, int64_t n);
 
-// Rounds up or down by chance, so that the mean of many roundings is right. Elements are numbered from `first` on.
+// Rounds up or down at random, so that the mean of many roundings is right. Elements have the numbers `number`,
+// `number + number_stride`, and so on.
 void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
-                          uint32_t first);
+                          uint32_t number, uint32_t number_stride);
 
 #define SWD_DECLARE_BLOCKS(T)                                                                                        \
   SWD_DECLARE_STORAGE(T, float)                                                                                      \

@@ -42,18 +42,18 @@ double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_
   });
 }
 
-// With a key, bfloat16 parameters are rounded by chance.
+// With a key, bfloat16 parameters are rounded stochastically, by the numbers of their elements.
 using RoundingKey = std::optional<uint32_t>;
 
 template <typename T>
 void write_param(const Operands& x, const T* param, int64_t begin, int64_t n, RoundingKey key) {
   if (!key || !x.param.is_bfloat16()) return x.param.write(param, begin, n);
   if constexpr (std::is_same_v<T, float>) {
-    x.param.write_stochastically(param, begin, n, *key);
+    x.param.write_stochastically(param, begin, n, *key, *x.numbers);
   } else {
     float narrowed[BLOCK];
     std::copy(param, param + n, narrowed);
-    x.param.write_stochastically(narrowed, begin, n, *key);
+    x.param.write_stochastically(narrowed, begin, n, *key, *x.numbers);
   }
 }
 

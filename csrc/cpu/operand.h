@@ -28,6 +28,10 @@ struct View {
         sizes(tensor.sizes()),
         strides(tensor.strides().data()) {}
 
+  // The same elements with other strides.
+  View(const View& like, const int64_t* strides)
+      : data(like.data), dtype(like.dtype), sizes(like.sizes), strides(strides) {}
+
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
   int64_t numel() const { return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>()); }
   bool is_contiguous() const {
@@ -87,17 +91,49 @@ inline std::vector<Run> runs_of(const View& view, const WalkOrder& order) {
   return runs;
 }
 
+// The runs of one tensor, as a function from the walk to positions. They must outlive it.
+class Positions {
+ public:
+  Positions() = default;
+  Positions(const Run* runs, size_t run_count) : runs_(runs), run_count_(run_count) {}
+
+  bool dense() const { return run_count_ == 0; }
+
+  // Calls f(position, stride, offset, count) for each stretch of equal stride among n elements from begin on.
+  template <typename F>
+  void visit(int64_t begin, int64_t n, const F& f) const {
+    if (dense()) return f(begin, int64_t{1}, int64_t{0}, n);
+    const Run inner = runs_[run_count_ - 1];
+    for (int64_t done = 0; done < n;) {
+      int64_t outer = (begin + done) / inner.size;
+      const int64_t first = (begin + done) % inner.size;
+      const int64_t count = std::min(n - done, inner.size - first);
+      int64_t position = first * inner.stride;
+      for (const Run* run = runs_ + run_count_ - 1; run-- != runs_;) {
+        position += outer % run->size * run->stride;
+        outer /= run->size;
+      }
+      f(position, inner.stride, done, count);
+      done += count;
+    }
+  }
+
+ private:
+  const Run* runs_ = nullptr;
+  size_t run_count_ = 0;  // 0: one array
+};
+
+class ElementNumbers;
+
 class Operand {
  public:
   Operand() = default;
-  // `runs` must outlive it.
-  Operand(char* data, ScalarType dtype, const Run* runs, size_t run_count)
-      : data_(data), dtype_(dtype), runs_(runs), run_count_(run_count) {}
+  Operand(char* data, ScalarType dtype, Positions positions) : data_(data), dtype_(dtype), positions_(positions) {}
 
   // The address of an element, if `n` elements from it on are a plain array of T.
   template <typename T>
   T* direct(int64_t begin) const {
-    return dense() && is<T>() ? reinterpret_cast<T*>(data_) + begin : nullptr;
+    return positions_.dense() && is<T>() ? reinterpret_cast<T*>(data_) + begin : nullptr;
   }
 
   template <typename T>
@@ -126,16 +162,10 @@ class Operand {
   }
 
   // Likewise for bfloat16 storage.
-  void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key) const {
-    const uint32_t own_key = block_key(key, begin);
-    visit_as<BFloat16Bits>(begin, n, [&](BFloat16Bits* dst, int64_t stride, int64_t offset, int64_t count) {
-      store_stochastically(dst, stride, block + offset, count, own_key, static_cast<uint32_t>(begin + offset));
-    });
-  }
+  void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
+                            const ElementNumbers& numbers) const;
 
  private:
-  bool dense() const { return run_count_ == 0; }
-
   // Calls f(pointer, stride, offset, count) for each stretch of equal stride among n elements from begin on.
   template <typename F>
   void visit(int64_t begin, int64_t n, const F& f) const {
@@ -153,27 +183,52 @@ class Operand {
 
   template <typename S, typename F>
   void visit_as(int64_t begin, int64_t n, const F& f) const {
-    S* base = reinterpret_cast<S*>(data_);
-    if (dense()) return f(base + begin, 1, 0, n);
-    const Run inner = runs_[run_count_ - 1];
-    for (int64_t done = 0; done < n;) {
-      int64_t outer = (begin + done) / inner.size;
-      const int64_t first = (begin + done) % inner.size;
-      const int64_t count = std::min(n - done, inner.size - first);
-      S* start = base + first * inner.stride;
-      for (const Run* run = runs_ + run_count_ - 1; run-- != runs_;) {
-        start += outer % run->size * run->stride;
-        outer /= run->size;
-      }
-      f(start, inner.stride, done, count);
-      done += count;
-    }
+    positions_.visit(begin, n, [&](int64_t position, int64_t stride, int64_t offset, int64_t count) {
+      f(reinterpret_cast<S*>(data_) + position, stride, offset, count);
+    });
   }
 
   char* data_ = nullptr;
   ScalarType dtype_ = ScalarType::Float;
-  const Run* runs_ = nullptr;
-  size_t run_count_ = 0;  // 0: one array
+  Positions positions_;
 };
+
+// The numbers that tell a tensor's elements apart where rounding is stochastic: row-major in the whole tensor, of which
+// this one may be a shard, whatever the strides in memory are. So layouts and shards do not change the random bits.
+class ElementNumbers {
+ public:
+  ElementNumbers(int64_t first, Positions positions) : first_(first), positions_(positions) {}
+
+  // Calls f(offset, count, key, number, stride) for each stretch among n elements from begin on, in which numbers have
+  // the same upper 32 bits: they are in the key, and the lower ones run from `number` on, `stride` apart.
+  template <typename F>
+  void visit(int64_t begin, int64_t n, uint32_t key, const F& f) const {
+    positions_.visit(begin, n, [&](int64_t position, int64_t stride, int64_t offset, int64_t count) {
+      for (int64_t done = 0; done < count;) {
+        const int64_t number = first_ + position + done * stride;
+        const int64_t upper_end = ((number >> 32) + 1) << 32;
+        const int64_t length = std::min(count - done, (upper_end - number + stride - 1) / stride);
+        f(offset + done, length, stretch_key(key, number), static_cast<uint32_t>(number),
+          static_cast<uint32_t>(stride));
+        done += length;
+      }
+    });
+  }
+
+ private:
+  int64_t first_;
+  Positions positions_;
+};
+
+inline void Operand::write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
+                                          const ElementNumbers& numbers) const {
+  visit_as<BFloat16Bits>(begin, n, [&](BFloat16Bits* dst, int64_t stride, int64_t offset, int64_t count) {
+    numbers.visit(begin + offset, count, key,
+                  [&](int64_t at, int64_t length, uint32_t own_key, uint32_t number, uint32_t number_stride) {
+                    store_stochastically(dst + at * stride, stride, block + offset + at, length, own_key, number,
+                                         number_stride);
+                  });
+  });
+}
 
 }  // namespace swd

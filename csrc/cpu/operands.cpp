@@ -14,8 +14,12 @@ class LayoutWriter {
   void number(int64_t value) { numbers_.push_back(value); }
 
   void layout(const View& view, const WalkOrder& order) {
-    const std::vector<Run> runs = runs_of(view, order);
     number(static_cast<int64_t>(view.dtype));
+    positions(view, order);
+  }
+
+  void positions(const View& view, const WalkOrder& order) {
+    const std::vector<Run> runs = runs_of(view, order);
     number(static_cast<int64_t>(runs.size()));
     for (const Run& run : runs) {
       number(run.size);
@@ -48,7 +52,7 @@ void check_length(const TensorList& list, size_t tensors, const char* name) {
 }  // namespace
 
 Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList masters, TensorList grads) {
+               TensorList masters, TensorList grads, std::optional<Tensor> numbers) {
   const size_t tensors = params.size();
   const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty();
   check_length(exp_avgs, tensors, "exp_avgs");
@@ -60,6 +64,13 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
   writer.number(static_cast<int64_t>(tensors));
   writer.number(amsgrad);
   writer.number(has_masters);
+  writer.number(numbers.has_value());
+  const int64_t* next_numbers = nullptr;
+  if (numbers) {
+    size_t expected = tensors;
+    for (const Tensor& param : params) expected += param.sizes().size();
+    next_numbers = values<int64_t>(*numbers, ScalarType::Long, expected, "numbers");
+  }
   for (size_t t = 0; t < tensors; ++t) {
     const View param(params[t]), exp_avg_sq(exp_avg_sqs[t]);
     const View averaged = amsgrad ? View(max_exp_avg_sqs[t]) : exp_avg_sq;
@@ -77,16 +88,22 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
     if (amsgrad) write(averaged, "max_exp_avg_sq");
     if (has_masters) write(View(masters[t]), "master");
     write(View(grads[t]), "grad");
+    if (numbers) {
+      writer.number(*next_numbers++);
+      writer.positions(View(param, next_numbers), order);
+      next_numbers += param.dim();
+    }
   }
   return writer.tensor();
 }
 
 OperandsReader::OperandsReader(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
-    : at_(values<int64_t>(layouts, ScalarType::Long, 3, "layouts")),
+    : at_(values<int64_t>(layouts, ScalarType::Long, 4, "layouts")),
       size_(static_cast<size_t>(at_[0])),
       amsgrad_(at_[1]),
-      masters_(at_[2]) {
-  at_ += 3;
+      masters_(at_[2]),
+      numbered_(at_[3]) {
+  at_ += 4;
   addresses_ = values<int64_t>(addresses, ScalarType::Long, (3 + amsgrad_ + masters_) * size_, "addresses");
   grad_addresses_ = values<int64_t>(grad_addresses, ScalarType::Long, size_, "grad_addresses");
 }
@@ -105,16 +122,24 @@ Operands OperandsReader::next() {
   if (masters_) x.master = read();
   x.has_grad = grad_addresses_[tensor] != NO_GRAD;
   x.grad = operand(grad_addresses_[tensor], x.numel);
+  if (numbered_) {
+    const int64_t first = *at_++;
+    x.numbers = ElementNumbers(first, positions());
+  }
   return x;
 }
 
 Operand OperandsReader::operand(int64_t address, int64_t numel) {
   STD_TORCH_CHECK(address != 0 || numel == 0, "swd_fused: a tensor has elements, but its memory was freed");
-  const ScalarType dtype = static_cast<ScalarType>(at_[0]);
-  const size_t run_count = static_cast<size_t>(at_[1]);
-  const Run* runs = reinterpret_cast<const Run*>(at_ + 2);
-  at_ += 2 + run_count * (sizeof(Run) / sizeof(int64_t));
-  return Operand(reinterpret_cast<char*>(address), dtype, runs, run_count);
+  const ScalarType dtype = static_cast<ScalarType>(*at_++);
+  return Operand(reinterpret_cast<char*>(address), dtype, positions());
+}
+
+Positions OperandsReader::positions() {
+  const size_t run_count = static_cast<size_t>(*at_++);
+  const Run* runs = reinterpret_cast<const Run*>(at_);
+  at_ += run_count * (sizeof(Run) / sizeof(int64_t));
+  return Positions(runs, run_count);
 }
 
 }  // namespace swd

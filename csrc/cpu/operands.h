@@ -24,12 +24,15 @@ struct Operands {
   bool in_double;  // what computes
   Operand param, exp_avg, exp_avg_sq, averaged, grad;
   std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
+  std::optional<ElementNumbers> numbers;
 };
 
 // Checks that all tensors fit their parameters, and describes how each lies in memory. `max_exp_avg_sqs` is empty
-// without amsgrad, `masters` without master weights, of which `params` are else the rounded copies.
+// without amsgrad, `masters` without master weights, of which `params` are else the rounded copies. `numbers` (int64),
+// which stochastic rounding needs, are the numbers of the elements, tensor by tensor: that of the first element, and by
+// how much it grows along each dimension.
 Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList masters, TensorList grads);
+               TensorList masters, TensorList grads, std::optional<Tensor> numbers);
 
 // Reads that, together with addresses: of all tensors but the gradients, list by list; and of the gradients, which are
 // what moves from step to step.
@@ -39,18 +42,20 @@ class OperandsReader {
 
   size_t size() const { return size_; }
   bool amsgrad() const { return amsgrad_; }
+  bool numbered() const { return numbered_; }
 
   // To be called `size` times.
   Operands next();
 
  private:
   Operand operand(int64_t address, int64_t numel);
+  Positions positions();
 
   const int64_t* at_;
   const int64_t* addresses_;
   const int64_t* grad_addresses_;
   size_t size_, next_ = 0;
-  bool amsgrad_, masters_;
+  bool amsgrad_, masters_, numbered_;
 };
 
 }  // namespace swd

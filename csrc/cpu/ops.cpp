@@ -9,7 +9,7 @@
 STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def(
       "layouts(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] masters, "
-      "Tensor[] grads) -> Tensor");
+      "Tensor[] grads, Tensor? numbers) -> Tensor");
   m.def(
       "gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor "
       "groups, Tensor hyper) -> "

@@ -57,6 +57,7 @@ class Walk {
 
   size_t size() const { return operands_.size(); }
   bool amsgrad() const { return amsgrad_; }
+  bool numbered() const { return numbered_; }
   const std::vector<Operands>& operands() const { return operands_; }
 
   // Elements that have a gradient.
@@ -109,7 +110,8 @@ class Walk {
   }
 
  private:
-  explicit Walk(OperandsReader reader) : chunks_(reader.size()), amsgrad_(reader.amsgrad()) {
+  explicit Walk(OperandsReader reader)
+      : chunks_(reader.size()), amsgrad_(reader.amsgrad()), numbered_(reader.numbered()) {
     operands_.reserve(reader.size());
     for (size_t t = 0; t < reader.size(); ++t) {
       operands_.push_back(reader.next());
@@ -118,7 +120,7 @@ class Walk {
   }
 
   ChunkWalk chunks_;
-  bool amsgrad_;
+  bool amsgrad_, numbered_;
   std::vector<Operands> operands_;
 };
 
@@ -155,7 +157,7 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
                std::optional<Tensor> skip, std::optional<int64_t> rounding_seed) {
   const Walk walk(layouts, addresses, grad_addresses);
   const TensorScalars of(walk.size(), steps, groups, hyper);
-  const Rounding rounding(rounding_seed, tensor_ids, walk.size());
+  const Rounding rounding(rounding_seed, tensor_ids, walk.size(), walk.numbered());
   double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
@@ -171,7 +173,7 @@ Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor
              std::optional<int64_t> rounding_seed) {
   const Walk walk(layouts, addresses, grad_addresses);
   const TensorScalars of(walk.size(), steps, groups, hyper);
-  const Rounding rounding(rounding_seed, tensor_ids, walk.size());
+  const Rounding rounding(rounding_seed, tensor_ids, walk.size(), walk.numbered());
   double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
@@ -206,7 +208,7 @@ Tensor exp_avg_sq_sums(TensorList exp_avg_sqs) {
     check_dtype(view, "exp_avg_sq");
     walk.add_tensor(view.numel());
     runs.push_back(runs_of(view, WalkOrder(view)));
-    operands.emplace_back(view.data, view.dtype, runs.back().data(), runs.back().size());
+    operands.emplace_back(view.data, view.dtype, Positions(runs.back().data(), runs.back().size()));
   }
   return results(walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
     return operands[t].is_double() ? stored_chunk<double>(operands[t], begin, end)

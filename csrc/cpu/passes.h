@@ -12,7 +12,7 @@ namespace swd {
 // `layouts`, `addresses` and `grad_addresses` are the tensors of a step, see operands.h. By tensor: `sums` (float64)
 // are those of exp_avg_sq, or of max_exp_avg_sq with amsgrad; `steps` (float32) counts the steps taken so far; `groups`
 // (int64) is the row of the `hyper` table (float64, see schedule.h) that holds for it. `tensor_ids` (int64) tell
-// tensors apart where rounding is by chance. Single float64 numbers are `exp_avg_sq_mean`, `grad_factor` (what
+// tensors apart where rounding is stochastic. Single float64 numbers are `exp_avg_sq_mean`, `grad_factor` (what
 // gradients are multiplied by: the clip factor, divided by the loss scale; none is 1) and `skip` (not 0: change
 // nothing). v^ is the second moment after bias correction.
 
@@ -28,7 +28,7 @@ Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresse
 // Instead of pass 1: the sum of v^ as the step before left it, and its count, over tensors that have taken a step.
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper);
 
-// Pass 2: writes to these tensors. With a seed, bfloat16 parameters are rounded by chance. Advances `steps`,
+// Pass 2: writes to these tensors. With a seed, bfloat16 parameters are rounded stochastically. Advances `steps`,
 // leaves the next step's `sums`, and returns the sum of grad^2.
 Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
                Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,

@@ -55,11 +55,13 @@ class TensorScalars {
   const Hyper* hyper_;
 };
 
-// How bfloat16 parameters are rounded: to nearest, or with a seed by chance. `tensor_ids` tell tensors apart.
+// How bfloat16 parameters are rounded: to nearest, or with a seed stochastically. `tensor_ids` tell tensors apart.
 class Rounding {
  public:
-  Rounding(std::optional<int64_t> seed, const Tensor& tensor_ids, size_t tensors)
-      : seed_(seed), ids_(seed ? values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids") : nullptr) {}
+  Rounding(std::optional<int64_t> seed, const Tensor& tensor_ids, size_t tensors, bool numbered)
+      : seed_(seed), ids_(seed ? values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids") : nullptr) {
+    STD_TORCH_CHECK(!seed || numbered, "swd_fused: a rounding seed needs layouts that were given numbers");
+  }
   std::optional<uint32_t> key(int64_t tensor, double step) const {
     if (!seed_) return std::nullopt;
     return rounding_key(*seed_, ids_[tensor], step);

@@ -81,7 +81,7 @@ class Operands:
         if self._seen.others != seen.others:
             kept = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
             try:
-                layouts = ops.layouts(*kept, bucket.grads_or_params)
+                layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket))
             except RuntimeError:
                 check_memory(bucket)  # explains what the operator, which is faster, has refused
                 raise
@@ -90,6 +90,13 @@ class Operands:
             layouts, addresses, _ = self.tensors
         self.tensors = layouts, addresses, int64s(seen.grads)
         self._seen = seen
+
+
+def _numbers(bucket: Bucket) -> Tensor | None:
+    """The numbers of all elements as csrc/operands.h wants them, if rounding is stochastic."""
+    if not bucket.element_numbers:
+        return None
+    return int64s(chain.from_iterable((numbers.first, *numbers.strides) for numbers in bucket.element_numbers))
 
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
@@ -116,10 +123,13 @@ def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
     return fake
 
 
-def _fake_layouts(*lists: list[Tensor]) -> Tensor:
+def _fake_layouts(*args: Any) -> Tensor:
     """As long as csrc/operands.cpp makes them."""
-    numbers = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
-    return _fake(lists, 3 + 2 * len(lists[0]) + numbers, torch.int64)
+    *lists, numbers = args
+    if numbers is not None:  # which are laid out as a tensor is
+        lists.append(lists[0])
+    described = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
+    return _fake(lists, 4 + 2 * len(lists[0]) + described, torch.int64)
 
 
 def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:

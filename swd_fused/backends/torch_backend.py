@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -22,6 +23,9 @@ from swd_fused.upload import is_fake, upload
 # times as long). Elsewhere each batch is a round of launches.
 CPU_BATCH = 1 << 20
 DEVICE_BATCH = 1 << 26
+
+# Of a piece. Up to 2^20 squares, each of which may have lost 2^-126, then lose no more than float32's resolution.
+LEAST_NORM = 2.0**-40
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
@@ -90,8 +94,10 @@ class TorchBackend:
                 store(updated[0], results)
             if keys is not None:
                 results = [
-                    stochastically_rounded(result, keys[index], first) if param.dtype == torch.bfloat16 else result
-                    for param, result, index, first in zip(params, results, batch.indices, batch.firsts, strict=True)
+                    stochastically_rounded(result, keys[index], bucket.element_numbers[index].from_index(*start))
+                    if param.dtype == torch.bfloat16
+                    else result
+                    for param, result, index, start in zip(params, results, batch.indices, batch.starts, strict=True)
                 ]
             store(params, results)
             sums.add(batch, sums_of(updated[3]))
@@ -224,9 +230,23 @@ def sums_of_squares(bucket: Bucket) -> Tensor:
     """Returns the sums of grad^2 by tensor, 0 where there is no gradient."""
     sums = SumsByTensor(bucket.params)
     for batch in batches(bucket.params, bucket.grads):
-        norms = torch._foreach_norm(widened(batch.lists[1]), 2)
-        sums.add(batch, torch._foreach_mul(norms, norms))
+        norms = norms_of(widened(batch.lists[1]))
+        sums.add(batch, torch.stack(norms).to(scalar_dtype(bucket.device)).square().unbind())
     return sums.total()
+
+
+def norms_of(pieces: list[Tensor]) -> list[Tensor]:
+    """In 32 bits, in which squares of numbers below 1e-19 or above 1e19 are lost: on the CPU such pieces are measured
+    once more, scaled by a power of two. Others would have to be waited for, and are measured in float64, which on the
+    CPU took 30 times as long."""
+    if type(pieces[0]) is not Tensor or not pieces[0].is_cpu:
+        return list(torch._foreach_norm(pieces, 2, dtype=scalar_dtype(pieces[0].device)))
+    norms = list(torch._foreach_norm(pieces, 2))
+    for i, norm in enumerate(torch.stack(norms).tolist()):
+        if not LEAST_NORM <= norm < math.inf:
+            scale = 2.0**-100 if norm >= LEAST_NORM else 2.0**100
+            norms[i] = torch.linalg.vector_norm(pieces[i] * scale).double() / scale
+    return norms
 
 
 # --- Batches of pieces
@@ -235,7 +255,7 @@ def sums_of_squares(bucket: Bucket) -> Tensor:
 class Batch(NamedTuple):
     group: int
     indices: list[int]  # of the tensor that each piece belongs to
-    firsts: list[int]  # how many elements of it are in pieces before
+    starts: list[tuple[int, int]]  # the dimension that it is cut along, and the index where the piece begins
     lists: list[list[Tensor]]
 
 
@@ -251,22 +271,20 @@ def batches(*lists: list[Tensor] | list[Tensor | None], groups: list[int] | None
     is_whole = all(all(map(is_not, tensors, repeat(None))) for tensors in lists)
     if is_whole and sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
         whole: list[list[Tensor]] = [list(tensors) for tensors in lists]  # type: ignore[arg-type]
-        yield Batch(groups[0], list(range(len(numels))), [0] * len(numels), whole)
+        yield Batch(groups[0], list(range(len(numels))), [(0, 0)] * len(numels), whole)
         return
     batch, numel = Batch(groups[0], [], [], [[] for _ in lists]), 0
     for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
         if not is_whole and any(tensor is None for tensor in tensors):
             continue
-        first = 0
-        for slab in slabs(tuple(tensors), limit):
+        for start, slab in slabs(tuple(tensors), limit):
             if batch.indices and (batch.group != group or numel >= limit):
                 yield batch
                 numel = 0
             if numel == 0:
                 batch = Batch(group, [], [], [[] for _ in lists])
             batch.indices.append(index)
-            batch.firsts.append(first)
-            first += slab[0].numel()
+            batch.starts.append(start)
             for pieces, piece in zip(batch.lists, slab, strict=True):
                 pieces.append(piece)
             numel += slab[0].numel()
@@ -274,14 +292,16 @@ def batches(*lists: list[Tensor] | list[Tensor | None], groups: list[int] | None
         yield batch
 
 
-def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, cut along their longest dimension. Empty ones have none."""
+def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
+    """Tensors of one shape, cut along their longest dimension: it and the index of each cut, and the pieces. Empty ones
+    have none."""
     shape, numel = tensors[0].shape, tensors[0].numel()
     if numel == 0:
         return
     if numel <= limit:
-        yield tensors
+        yield (0, 0), tensors
         return
     dim = shape.index(max(shape))
     rows = max(1, limit * shape[dim] // numel)
-    yield from zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
+    pieces = zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
+    yield from (((dim, number * rows), piece) for number, piece in enumerate(pieces))

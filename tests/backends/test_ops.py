@@ -48,9 +48,14 @@ def lists(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> L
     return [tensors(dtype), tensors(), tensors(), *optional, tensors(dtype)]
 
 
+def numbers_of(params: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([number for param in params for number in (0, *param.stride())])
+
+
 def described(lists: Lists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
-    return ops.layouts(*lists), torch.tensor(list(chain.from_iterable(addresses[:-1]))), torch.tensor(addresses[-1])
+    kept = torch.tensor(list(chain.from_iterable(addresses[:-1])))
+    return ops.layouts(*lists, numbers_of(lists[0])), kept, torch.tensor(addresses[-1])
 
 
 KEPT = []  # what operators are told the addresses of
@@ -71,8 +76,8 @@ def step_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[ob
 
 
 CALLS = [
-    ("layouts", lambda: tuple(lists(torch.float32))),
-    ("layouts", lambda: tuple(lists(torch.bfloat16, amsgrad=True, masters=True))),
+    ("layouts", lambda: (*lists(torch.float32), None)),
+    ("layouts", lambda: (*lists(torch.bfloat16, amsgrad=True, masters=True), numbers_of(tensors()))),
     ("gradient_sums", lambda: (*operands(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
     ("max_exp_avg_sq_sum", lambda: (*operands(torch.float32, amsgrad=True), STEPS, GROUPS, hyper(), FACTOR)),
     ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
@@ -131,11 +136,11 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
 def test_operators_check_what_they_are_given() -> None:
     good = lists(torch.float32)
     with pytest.raises(RuntimeError, match="grad must be float32, float64, bfloat16 or float16"):
-        ops.layouts(*good[:-1], [grad.int() for grad in good[-1]])
+        ops.layouts(*good[:-1], [grad.int() for grad in good[-1]], None)
     with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
-        ops.layouts(good[0], good[1][:3], *good[2:])
+        ops.layouts(good[0], good[1][:3], *good[2:], None)
     with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):
-        ops.layouts(good[0], good[1][::-1], *good[2:])
+        ops.layouts(good[0], good[1][::-1], *good[2:], None)
     layouts, addresses, grads = described(good)
     with pytest.raises(
         RuntimeError, match="steps must be contiguous, of the documented dtype, with at least 4 elements"

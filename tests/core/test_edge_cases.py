@@ -117,6 +117,42 @@ def test_tiny_gradients_do_not_explode_the_decay(backend: str) -> None:
     torch.testing.assert_close(param.detach(), torch.full((10,), 0.9 - 1e-3), rtol=1e-6, atol=0)
 
 
+# Around what the C++ kernels add as vectors, and in several of their blocks and chunks. torch's own norm of 40,001
+# bfloat16 numbers is off by 1e-5, whatever their size.
+EDGE_NUMELS = {"torch": [1, 64, 4097], "cpu": [1, 63, 64, 65, 4097, 40_001], "triton": [600]}
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.filterwarnings("ignore:.*max_decay")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+@pytest.mark.parametrize("size", [1e-38, 1e-23, 1e-19, 1e19, 1e25, 1e38])
+def test_squares_beyond_float32_are_summed(backend: str, size: float, schedule: str, dtype: torch.dtype) -> None:
+    """In tensors of all lengths, in their bodies and tails: by the norm, and by what the schedule makes of it."""
+    for numel in EDGE_NUMELS[backend]:
+        for elements in (slice(None), slice(-1, None)):
+            param, grad = torch.nn.Parameter(torch.ones(numel, dtype=dtype)), torch.zeros(numel)
+            grad[elements] = size * (0.5 + torch.rand(numel))[elements]
+            grads = [[grad.to(dtype)]]
+            max_grad_norm = None if size < 1 or schedule == "lagged" else 1.0
+            reference = defined([param], grads, [{"params": [0]}], max_grad_norm=max_grad_norm)
+            optimizer = FusedAdamS([param], max_grad_norm=max_grad_norm, schedule=schedule, backend=backend)
+            run([param], grads, optimizer)
+            assert float(optimizer.grad_norm) == pytest.approx(float(reference.grad_norm), rel=2e-6, abs=0)
+            if schedule == "exact":
+                mean = pytest.approx(float(reference.exp_avg_sq_mean), rel=4e-6, abs=0)
+                assert float(optimizer.exp_avg_sq_mean) == mean
+                assert error([param], reference.params) < (1e-7 if dtype == torch.float32 else 2**-8)
+
+
+def test_no_learning_rate_with_a_huge_decay_changes_nothing(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamS([param], lr=0.0, weight_decay=1e308, backend=backend)
+    run([param], [[torch.full((5,), 1e-3)]], optimizer)
+    assert torch.equal(param.detach(), torch.ones(5))
+    assert optimizer.effective_weight_decay()[0] > 1e300
+
+
 @pytest.mark.backends(split=True)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_gradient_does_not_spread(backend: str, bad: float) -> None:

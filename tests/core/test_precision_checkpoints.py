@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.runs import fused, random_grads, random_params, run, steps_for
+from tests.runs import defined, error, fused, random_grads, random_params, run, steps_for
 
 SHAPES = [(700,), (31, 17), ()]
 GROUPS = [{"params": [0, 1, 2], "lr": 1e-2, "weight_decay": 2e-3}]
@@ -191,3 +191,27 @@ def test_stepping_within_backward_with_a_known_sum() -> None:
     (2 * params[0] + 2 * params[1]).sum().backward()
     for optimizer in optimizers:
         assert float(optimizer.exp_avg_sq_mean) == pytest.approx(4.0)
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize("narrow", ["exp_avg_sq", "max_exp_avg_sq", "exp_avg"])
+def test_each_moment_is_read_and_written_in_its_own_dtype(backend: str, narrow: str) -> None:
+    """A loaded state may have float32 and float64 side by side. What computes has the dtype of the moment whose mean is
+    the schedule, max_exp_avg_sq."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    reference = defined(params, grads, GROUPS, amsgrad=True)
+    optimizer = fused(params, GROUPS, amsgrad=True, backend=backend)
+    run(params, grads[:2], optimizer)
+    state_dict = optimizer.state_dict()
+    for state in state_dict["state"].values():
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            state[key] = state[key].to(torch.float32 if key == narrow else torch.float64)
+    resumed = fused(params, GROUPS, amsgrad=True, backend=backend)
+    resumed.load_state_dict(state_dict)
+    run(params, grads[2:], resumed)
+    assert error(params, reference.params) < 1e-7
+    assert float(resumed.exp_avg_sq_mean) == pytest.approx(float(reference.exp_avg_sq_mean), rel=1e-6)
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        found = [resumed.state[param][key] for param in params]
+        assert {tensor.dtype for tensor in found} == {torch.float32 if key == narrow else torch.float64}
+        assert error(found, getattr(reference, key)) < 1e-7

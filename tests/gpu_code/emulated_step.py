@@ -57,7 +57,7 @@ class EmulatedStep:
             tables.EXP_AVG_SQ_ADDRESS.value: self._put_zeros(self.dtypes.exp_avg_sq, offset),
         }
         if self.variant.amsgrad:
-            self.columns[tables.MAX_EXP_AVG_SQ_ADDRESS.value] = self._put_zeros(self.dtypes.exp_avg_sq, offset)
+            self.columns[tables.MAX_EXP_AVG_SQ_ADDRESS.value] = self._put_zeros(self.dtypes.averaged, offset)
         if self.variant.master:
             self.columns[tables.MASTER_ADDRESS.value] = self._put_all(params, self.dtypes.weight, offset)
         self.segments, program_segments = segments_of(dict(enumerate(self.numels)), programs)
@@ -108,9 +108,11 @@ class EmulatedStep:
         kinds = {
             tables.PARAM_ADDRESS.value: self.dtypes.param,
             tables.EXP_AVG_ADDRESS.value: self.dtypes.exp_avg,
+            tables.EXP_AVG_SQ_ADDRESS.value: self.dtypes.exp_avg_sq,
+            tables.MAX_EXP_AVG_SQ_ADDRESS.value: self.dtypes.averaged,
             tables.MASTER_ADDRESS.value: self.dtypes.weight,
         }
-        dtype = kinds.get(column, self.dtypes.exp_avg_sq)
+        dtype = kinds[column]
         return [
             torch.tensor(self.memory.bytes[at : at + n * dtype.itemsize]).view(dtype)
             if n
@@ -144,6 +146,7 @@ class EmulatedStep:
         for number, group in enumerate(groups):
             table[group["params"], tables.GROUP.value] = number
         table[:, tables.TENSOR_ID.value] = range(len(self.numels))
+        table[:, tables.ROW_LENGTH.value] = np.maximum(self.numels, 1)
         return table
 
     def _put_all(self, tensors: Sequence[Tensor], dtype: torch.dtype, offset: int, writable: bool = True) -> list[int]:

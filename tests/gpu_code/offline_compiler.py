@@ -31,15 +31,15 @@ class Configuration(NamedTuple):
 
 
 CONFIGURATIONS = {
-    "fp32": Configuration(Dtypes(F32, F32, F32, F32, F32)),
-    "bf16": Configuration(Dtypes(BF16, BF16, F32, F32, BF16)),
-    "fp16": Configuration(Dtypes(F16, F16, F32, F32, F16)),
-    "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64)),
-    "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32)),
-    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32), PLAIN._replace(master=True)),
-    "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, BF16), PLAIN._replace(stochastic=True)),
-    "all bf16": Configuration(Dtypes(BF16, BF16, BF16, BF16, BF16)),
-    "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
+    "fp32": Configuration(Dtypes(F32, F32, F32, F32, F32, F32)),
+    "bf16": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16)),
+    "fp16": Configuration(Dtypes(F16, F16, F32, F32, F32, F16)),
+    "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64, F64)),
+    "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32, F32)),
+    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(master=True)),
+    "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
+    "all bf16": Configuration(Dtypes(BF16, BF16, BF16, BF16, BF16, BF16)),
+    "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
 }
 
 

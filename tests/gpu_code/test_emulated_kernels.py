@@ -17,6 +17,7 @@ from swd_fused.backends.triton.kernels.tables import (
     MAX_EXP_AVG_SQ_ADDRESS,
     SKIPPED,
 )
+from swd_fused.element_numbers import ElementNumbers
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
 from tests.definition import WRONG, AdamS, MeanOfStepBefore
 from tests.runs import defined, error, fused, moments, random_grads, random_params
@@ -170,7 +171,8 @@ def test_stochastic_rounding_has_the_bits_of_the_definition_in_pytorch() -> None
     for model in (rounded, exact):
         take_steps(model, grads[:1])
     keys = rounding_keys(7, torch.arange(len(params)), torch.ones(len(params)))
-    wanted = [stochastically_rounded(p, key, 0) for p, key in zip(exact.params, keys, strict=True)]
+    numbers = ElementNumbers(0, (1,))
+    wanted = [stochastically_rounded(p, key, numbers) for p, key in zip(exact.params, keys, strict=True)]
     assert all(map(torch.equal, rounded.params, wanted))
     assert not all(torch.equal(p, q.to(torch.bfloat16)) for p, q in zip(rounded.params, exact.params, strict=True))
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.address_table import NO_GRAD, Fingerprint, check_memory, fingerprint, int64s
-from swd_fused.backends.triton.kernels.tables import ALIGNED, GRAD_ADDRESS, GROUP, TENSOR_COLUMNS, TENSOR_ID
+from swd_fused.backends.triton.kernels.tables import (
+    ALIGNED,
+    FIRST_NUMBER,
+    GRAD_ADDRESS,
+    GROUP,
+    ROW_PITCH,
+    TENSOR_COLUMNS,
+    TENSOR_ID,
+)
 from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.buckets import Bucket
 from swd_fused.upload import upload
@@ -17,7 +25,8 @@ GRADS = GRAD_ADDRESS.value  # the column that is only read
 
 
 class Operands:
-    """The kernels walk a tensor's memory from end to end, in the order in which its second moment lies there.
+    """The kernels walk a tensor's memory from end to end, in the order in which its second moment lies there; where
+    rounding is stochastic row by row, so that an element's number follows from its place.
 
     A tensor that lies in another order, or has gaps, takes part as a copy.
     """
@@ -56,7 +65,10 @@ class Operands:
 
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
         """All but the addresses of the gradients."""
-        layouts = [torch.empty_like(tensor, device="meta") for tensor in bucket.averaged]
+        layouts = [
+            torch.empty_like(averaged, device="meta", memory_format=_walked_order(bucket, param))
+            for averaged, param in zip(bucket.averaged, bucket.params, strict=True)
+        ]
         walked = [
             [_as_laid_out(tensor, layout) for tensor, layout in zip(column, layouts, strict=bool(column))]
             for column in columns
@@ -73,6 +85,10 @@ class Operands:
             table[:, column] = int64s(map(Tensor.data_ptr, walked[column]))
         table[:, GROUP.value] = int64s(bucket.group_indices)
         table[:, TENSOR_ID.value] = int64s(bucket.numbers)
+        for row, numbers, param in zip(table, bucket.element_numbers, bucket.params, strict=False):
+            # What takes more than one division is numbered from its first element on.
+            rows = numbers.rows(param.shape) or (numbers.first, param.numel(), 0)
+            row[FIRST_NUMBER.value : ROW_PITCH.value + 1] = int64s(rows)
         self._others_are_aligned = (table[:, used] % ALIGNMENT == 0).all(1)
         self._host_table = table
 
@@ -93,6 +109,11 @@ def columns_of(bucket: Bucket) -> list[list[Tensor]]:
     """As the kernels' table has them. The last two may be empty."""
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
     return [bucket.params, bucket.grads_or_params, *moments, bucket.masters]
+
+
+def _walked_order(bucket: Bucket, param: Tensor) -> torch.memory_format:
+    is_rounded_at_random = bucket.options.rounding_seed is not None and param.dtype == torch.bfloat16
+    return torch.contiguous_format if is_rounded_at_random else torch.preserve_format
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

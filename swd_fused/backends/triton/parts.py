@@ -64,11 +64,12 @@ class Dtypes(NamedTuple):
     grad: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
+    averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq itself
     weight: torch.dtype  # of what is updated: masters, or parameters themselves
 
     @property
     def compute(self) -> torch.dtype:
-        return torch.promote_types(self.exp_avg_sq, torch.float32)
+        return torch.promote_types(self.averaged, torch.float32)
 
     @property
     def vector(self) -> int:

@@ -80,13 +80,8 @@ class Plan:
 
     def _make_parts(self, bucket: Bucket) -> None:
         numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
-        operands = (
-            bucket.params,
-            bucket.grads_or_params,
-            bucket.exp_avgs,
-            bucket.averaged,
-            bucket.masters or bucket.params,
-        )
+        moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged
+        operands = bucket.params, bucket.grads_or_params, *moments, bucket.masters or bucket.params
         for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
             numels[Dtypes(param.dtype, *(other.dtype for other in others))][tensor] = param.numel()
         self.parts = [

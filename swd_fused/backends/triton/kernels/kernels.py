@@ -39,8 +39,8 @@ from swd_fused.backends.triton.kernels.tables import (
 def exact_step_kernel(
     results, sums, slots, steps, counter, tensors, segments, program_segments, hyper, limits, grad_scale, found_inf,
     n_tensors,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the number, pass 2. The grid must be resident as a whole."""
@@ -52,7 +52,7 @@ def exact_step_kernel(
     if AMSGRAD:
         max_exp_avg_sq_sum(
             slots, steps, tensors, segments, program_segments, hyper, grad_factor,
-            GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK,
+            GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK,
         )  # fmt: skip
         wait_for_all(counter, 2)
         exp_avg_sq_sum = total_of(slots, MAX_SUM)
@@ -72,7 +72,8 @@ def exact_step_kernel(
     if not skip:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, False, VECTOR, BLOCK,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, False,
+            VECTOR, BLOCK,
         )  # fmt: skip
     if is_last(counter, 3 if AMSGRAD else 2):
         if not skip:
@@ -83,8 +84,8 @@ def exact_step_kernel(
 def lagged_step_kernel(
     results, sums, slots, steps, last, counter, tensors, segments, program_segments, hyper, limits, grad_scale,
     found_inf, n_tensors, n_segments,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the number that the launch before has left in `last`. Waits for nobody, so any grid will do."""
@@ -100,7 +101,8 @@ def lagged_step_kernel(
     else:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, True, VECTOR, BLOCK,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, True,
+            VECTOR, BLOCK,
         )  # fmt: skip
     if is_last(counter, 1):
         if not skip:
@@ -129,11 +131,12 @@ def gradient_sums_kernel(
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
 def max_exp_avg_sq_sum_kernel(
     totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     max_exp_avg_sq_sum(
         slots, steps, tensors, segments, program_segments, hyper, tl.load(grad_factor),
-        GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK,
+        GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK,
     )  # fmt: skip
     if is_last(counter, 1):
         tl.store(totals + MAX_SUM, total_of(slots, MAX_SUM))
@@ -143,15 +146,16 @@ def max_exp_avg_sq_sum_kernel(
 def update_kernel(
     totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean,
     grad_factor, skip,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Does not advance `steps`, which other launches of this step may still read."""
     if tl.load(skip) == 0:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
+            VECTOR, BLOCK,
         )  # fmt: skip
     elif SUM_GRADS:
         gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
@@ -163,9 +167,9 @@ def update_kernel(
 @triton.jit
 def stored_sums_kernel(
     sums, tensors, segments, program_segments, hyper,
-    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stored_sums(sums, tensors, segments, program_segments, hyper, EXP_AVG_SQ, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+    stored_sums(sums, tensors, segments, program_segments, hyper, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n_segments"])

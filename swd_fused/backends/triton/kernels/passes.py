@@ -58,7 +58,8 @@ def gradient_sums(
 @triton.jit
 def max_exp_avg_sq_sum(
     slots, steps, tensors, segments, program_segments, hyper, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
     program = tl.program_id(0)
@@ -68,7 +69,7 @@ def max_exp_avg_sq_sum(
         if has_grad(tensor_row):
             step = tl.load(steps + tensor) + 1
             maxima = sum_of_next_max(
-                tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, COMPUTE, VECTOR, BLOCK
+                tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK
             )
             corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
             total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
@@ -78,8 +79,8 @@ def max_exp_avg_sq_sum(
 @triton.jit
 def update(
     sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
@@ -97,8 +98,8 @@ def update(
             total, squares = update_segment(
                 tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
                 tl.load(limits + ROUNDING_START),
-                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR,
-                BLOCK,
+                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
+                VECTOR, BLOCK,
             )  # fmt: skip
             tl.store(sums + segment, total)
             grad_sum += squares
@@ -109,13 +110,13 @@ def update(
 @triton.jit
 def stored_sums(
     sums, tensors, segments, program_segments, hyper,
-    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What `update` leaves in `sums`, from the second moments as they are stored."""
     program = tl.program_id(0)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         _, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
-        tl.store(sums + segment, sum_of_stored(tensor_row, start, count, EXP_AVG_SQ, COMPUTE, AMSGRAD, VECTOR, BLOCK))
+        tl.store(sums + segment, sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK))
 
 
 @triton.jit

@@ -1,9 +1,14 @@
-"""Rounding to bfloat16 by chance. The bits come from a hash of seed, tensor, step and element."""
+"""Stochastic rounding to bfloat16. The bits come from a hash of seed, tensor, step and element number."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from swd_fused.backends.triton.kernels.tables import FIRST_NUMBER, ROW_LENGTH, ROW_PITCH, TENSOR_ID
+
+# More than a segment has elements: rows that are longer end behind it all the same.
+LONG_ROW = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -15,19 +20,32 @@ def scrambled(x):
 
 
 @triton.jit
-def rounding_key(rounding_start, tensor_id, step, start):
-    """For a segment, with what numbers its elements: the tensor's key in this step, and the segment's start."""
-    key = scrambled(rounding_start.to(tl.uint32) + tensor_id.to(tl.uint32))
+def segment_rounding(rounding_start, tensor_row, step, start):
+    """For a segment: the tensor's key in this step, and what numbers its elements (see `element_numbers`)."""
+    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR_ID).to(tl.uint32))
     key = scrambled(key + step.to(tl.uint32))
-    return key + scrambled((start >> 32).to(tl.uint32)), start.to(tl.uint32)
+    length, pitch = tl.load(tensor_row + ROW_LENGTH), tl.load(tensor_row + ROW_PITCH)
+    row, column = start // length, start % length
+    first = tl.load(tensor_row + FIRST_NUMBER) + row * pitch + column
+    left_in_row = tl.minimum(length - column, LONG_ROW).to(tl.int32)
+    return key, first, left_in_row, tl.minimum(length, LONG_ROW).to(tl.int32), pitch - length
 
 
 @triton.jit
-def stochastically_rounded(values, key_and_first, offsets):
+def element_numbers(first, left_in_row, row_length, gap, offsets):
+    """In 64 bits, `gap` more from one row to the next. Divides in 32 bits, which is much faster."""
+    rows = tl.where(offsets < left_in_row, 0, 1 + (offsets - left_in_row) // row_length)
+    return first + offsets + rows * gap
+
+
+@triton.jit
+def stochastically_rounded(values, rounding, offsets):
     """As float32 values that bfloat16 can hold: what is cut off is how likely it is to round up."""
-    key, first = key_and_first
+    key, first, left_in_row, row_length, gap = rounding
+    numbers = element_numbers(first, left_in_row, row_length, gap, offsets)
     values = values.to(tl.float32)
-    noise = scrambled(key ^ ((first + offsets.to(tl.uint32)) * 0x9E3779B9)) >> 16
+    keys = key + scrambled((numbers >> 32).to(tl.uint32))
+    noise = scrambled(keys ^ (numbers.to(tl.uint32) * 0x9E3779B9)) >> 16
     bits = values.to(tl.uint32, bitcast=True)
     rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000

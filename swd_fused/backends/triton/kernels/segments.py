@@ -7,7 +7,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import larger, update_element
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, store_block
-from swd_fused.backends.triton.kernels.rounding import rounding_key, stochastically_rounded
+from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
@@ -24,12 +24,17 @@ from swd_fused.backends.triton.kernels.tables import (
     MAX_EXP_AVG_SQ_ADDRESS,
     PARAM_ADDRESS,
     SIGN,
-    TENSOR_ID,
 )
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
 # memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
 PASS1_BLOCKS = tl.constexpr(8)
+
+
+# Squares of float32 numbers leave its range where gradients are below 1e-19 or above 1e19, so sums of them are taken
+# again in float64 where that may have lost something. The lower limit: up to 2^18 squares, each of which may have lost
+# 2^-126, lose no more than float32's resolution of 2^-80.
+LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
 
 
 @triton.jit
@@ -59,19 +64,34 @@ def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.con
     for begin in range(whole, count, BLOCK):
         x = load_block(grad, begin + lanes, count, COMPUTE, 0)
         total += x * x
-    return tl.sum(total.to(tl.float64))
+    return kept_squares(tl.sum(total.to(tl.float64)), tensor_row, start, count, GRAD, COMPUTE)
+
+
+@triton.jit
+def kept_squares(squares, tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
+    if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
+        if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
+            grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+            lanes = tl.arange(0, THREADS)
+            total = tl.zeros([THREADS], tl.float64)
+            for begin in range(0, count, THREADS):
+                x = load_block(grad, begin + lanes, count, tl.float64, 0)
+                total += x * x
+            squares = tl.sum(total)
+    return squares
 
 
 @triton.jit
 def sum_of_stored(
     tensor_row, start, count,
-    EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In the order in which `update_segment` adds, so the result has the same bits."""
     if AMSGRAD:
-        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     else:
-        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     whole = whole_blocks(tensor_row, count, BLOCK)
@@ -86,12 +106,13 @@ def sum_of_stored(
 @triton.jit
 def sum_of_next_max(
     tensor_row, hyper_row, start, count, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of max_exp_avg_sq as this step will leave it."""
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     grad_scale = grad_factor.to(COMPUTE)
     beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
     one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
@@ -112,8 +133,8 @@ def sum_of_next_max(
 @triton.jit
 def update_segment(
     tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2."""
@@ -134,9 +155,12 @@ def update_segment(
         weight = param
     exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
     exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
-    rounding = rounding_key(rounding_start, tl.load(tensor_row + TENSOR_ID), step, start)
+    if STOCHASTIC:
+        rounding = segment_rounding(rounding_start, tensor_row, step, start)
+    else:
+        rounding = 0
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     grad_total = tl.zeros([BLOCK], COMPUTE)
@@ -160,7 +184,10 @@ def update_segment(
         total += averaged
         if SUM_GRADS:
             grad_total += squares
-    return tl.sum(total.to(tl.float64)), tl.sum(grad_total.to(tl.float64))
+    squares = tl.sum(grad_total.to(tl.float64))
+    if SUM_GRADS:
+        squares = kept_squares(squares, tensor_row, start, count, GRAD, COMPUTE)
+    return tl.sum(total.to(tl.float64)), squares
 
 
 @triton.jit
@@ -191,4 +218,5 @@ def update_block(
     store_block(exp_avg_sq, v, offsets, count, VECTOR)
     if AMSGRAD:
         store_block(max_exp_avg_sq, largest, offsets, count, VECTOR)
-    return averaged.to(exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g
+    # Without amsgrad max_exp_avg_sq has the dtype of exp_avg_sq, and nothing is read or written through it.
+    return averaged.to(max_exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g

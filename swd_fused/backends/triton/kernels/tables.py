@@ -14,7 +14,10 @@ MASTER_ADDRESS = tl.constexpr(5)
 ALIGNED = tl.constexpr(6)
 GROUP = tl.constexpr(7)
 TENSOR_ID = tl.constexpr(8)
-TENSOR_COLUMNS = tl.constexpr(9)
+FIRST_NUMBER = tl.constexpr(9)  # of its elements, with the next two: see element_numbers.ElementNumbers.rows
+ROW_LENGTH = tl.constexpr(10)
+ROW_PITCH = tl.constexpr(11)
+TENSOR_COLUMNS = tl.constexpr(12)
 
 # Columns of `segments` (int64).
 TENSOR = tl.constexpr(0)
