@@ -12,7 +12,7 @@ import torch
 
 from tests.device import DEVICE  # first: it has Triton's kernels interpreted
 from tests.fuzz.cases import Case, draw
-from tests.fuzz.compare import Difference
+from tests.fuzz.compare import DifferenceError
 from tests.fuzz.session import Session
 
 assert DEVICE == "cpu", "the fuzz compares on the CPU"
@@ -54,7 +54,7 @@ def _failure(case: Case, triton: bool) -> Failure | None:
         warnings.simplefilter("ignore")  # `max_decay` binds in many cases, and says so
         try:
             Session(case).run()
-        except Difference as difference:
+        except DifferenceError as difference:
             return Failure(case, triton, str(difference))
         except Exception:
             return Failure(case, triton, traceback.format_exc(limit=-4))

@@ -16,13 +16,13 @@ from tests.fuzz.layouts import as_real, to_wide
 # Roundings that one result may have behind it. The kernels have up to six, and products of factors among them.
 ROUNDINGS = 8
 
-# Sums are made in several lanes, in each of which one element is added after the other: in C++ up to the end of a block,
-# in torch up to the end of the tensor. If all elements are equal, as in an expanded gradient, so are the roundings.
+# Sums are made in several lanes, in each of which one element is added after the other: in C++ up to a block's end, in
+# torch up to the tensor's. If all elements are equal, as in an expanded gradient, so are the roundings.
 CPP_LANES, TORCH_LANES = 16, 4
 BLOCK = 4096
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """What a failing case prints."""
 
 
@@ -53,13 +53,13 @@ def check_close(what: str, got: Tensor, wanted: Array, bound: Array) -> None:
     wanted = np.where(abs(wanted) > limit * (1 + unit(dtype)), np.sign(wanted) * np.inf, wanted)
     finite = np.isfinite(wanted)
     if np.isfinite(values[~finite]).any():  # infinity or NaN depends on how a sum is written
-        raise Difference(f"{what}: got {values[~finite][:3]} where {wanted[~finite][:3]} is right")
+        raise DifferenceError(f"{what}: got {values[~finite][:3]} where {wanted[~finite][:3]} is right")
     allowed = bound + 1.001 * unit(dtype) * abs(wanted) + quantum(dtype)
     far = np.zeros(values.shape, dtype=bool)
     far[finite] = ~(abs(values - wanted)[finite] <= allowed[finite])  # a NaN is far from all
     if far.any():
         worst = tuple(int(i[0]) for i in np.nonzero(far))
-        raise Difference(
+        raise DifferenceError(
             f"{what}: {int(far.sum())} of {far.size} elements differ, the first at {worst}: got "
             f"{values[worst]:.9g}, the definition gives {wanted[worst]:.9g} +- {allowed[worst]:.2g}"
         )
@@ -67,12 +67,9 @@ def check_close(what: str, got: Tensor, wanted: Array, bound: Array) -> None:
 
 def check_number(what: str, got: Tensor, wanted: Array, relative: float) -> None:
     value = np.longdouble(float(got))
-    if np.isfinite(wanted):
-        same = abs(value - wanted) <= relative * abs(wanted)
-    else:
-        same = not np.isfinite(value)
-    if not same:
-        raise Difference(f"{what}: got {float(value):.9g}, the definition gives {float(wanted):.9g}")
+    both_infinite = not np.isfinite(wanted) and not np.isfinite(value)
+    if not both_infinite and not abs(value - wanted) <= relative * abs(wanted):
+        raise DifferenceError(f"{what}: got {float(value):.9g}, the definition gives {float(wanted):.9g}")
 
 
 def sum_tolerance(params: Sequence[Tensor], backend: str) -> float:
@@ -94,7 +91,7 @@ def check_stepped(
     """Parameter `i`, its master and its moments after a step that `judge` has taken too."""
     name = f"parameter {i} ({tuple(param.shape)}, {param.dtype})"
     if float(state["step"]) != judge.steps[i]:
-        raise Difference(f"{name}: step is {float(state['step'])}, wanted {judge.steps[i]}")
+        raise DifferenceError(f"{name}: step is {float(state['step'])}, wanted {judge.steps[i]}")
     beta1, beta2 = group.betas
     size = judge.applied_size[i]
     assert size is not None
@@ -126,4 +123,4 @@ def check_stepped(
         return
     check_close(f"{name}: its master", master, judge.params[i], bound)
     if not torch.equal(master.to(param.dtype).nan_to_num(), param.detach().nan_to_num()):
-        raise Difference(f"{name}: is not its master rounded")
+        raise DifferenceError(f"{name}: is not its master rounded")
