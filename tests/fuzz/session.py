@@ -42,6 +42,7 @@ class Session:
         self.trained = self.new(params)
         self.copies: list[tuple[str, Trained]] = []
         self.skipped = 0
+        self.state_has_gaps = False  # loading closes them, and then sums may have another order
 
     def run(self) -> None:
         for number, step in enumerate(self.case.steps):
