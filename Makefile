@@ -53,10 +53,10 @@ wheel: $(VENV)/.with-release
 
 # That wheel beside each torch and Python there is: downloads gigabytes, which `make compat TORCH=2.10.0` limits.
 compat: wheel
-	$(BIN)/python -m tests.packaging.compat dist/*-abi3-*.whl $(addprefix --torch ,$(TORCH))
+	$(BIN)/python -m tests.packaging.compat dist/*-abi3-*.whl $(addprefix --torch ,$(TORCH)) $(if $(EVERY_PAIR),--every-pair)
 
 docs: $(VENV)/.with-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info swd_fused/*.so
