@@ -86,9 +86,19 @@ class BuildKernels(build_ext):
                 raise BaseError("no installed torch was found to build them against")
             super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as error:
-            # One left by an earlier build would not belong to these sources.
-            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            self.remove(self.get_ext_fullpath(ext.name))
             self.go_on_without(str(error).rstrip("."))
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            name = self.get_ext_filename(self.get_ext_fullname(ext.name))
+            if not Path(self.build_lib, name).exists():
+                self.remove(name)
+
+    def remove(self, path: str) -> None:
+        """Removes what an earlier build has left, which does not belong to these sources."""
+        Path(path).unlink(missing_ok=True)
 
     def go_on_without(self, reason: str) -> None:
         if REQUIRE_CPP:

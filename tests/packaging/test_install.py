@@ -112,6 +112,11 @@ def test_without_kernels(builder: Builder, tmp_path: Path, missing: str) -> None
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert "backend: torch (the C++ kernels are not built" in step_with(wheel, tmp_path / "installed")
 
+    stale = builder.source / "swd_fused" / "_C.abi3.so"
+    stale.touch()
+    builder("build_ext", "--inplace", **variables)
+    assert not stale.exists()
+
     log = builder("bdist_wheel", succeeds=False, SWD_FUSED_REQUIRE_CPP="1", **variables)
     assert re.search(f"SWD_FUSED_REQUIRE_CPP is set, but.*{reason}", log)
 
