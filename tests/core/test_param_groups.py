@@ -92,6 +92,9 @@ def test_shared_weights_are_listed_once_and_follow_the_embedding() -> None:
     assert "head.weight" not in found["decay"] + found["no_decay"]
     FusedAdamS(param_groups(model))  # torch would warn of a parameter that is there twice
     assert "tokens.weight" in names(param_groups(model, decay_embeddings=True))["decay"]
+    head_first = nn.ModuleDict({"head": nn.Linear(4, 8, bias=False), "tokens": nn.Embedding(8, 4)})
+    head_first["tokens"].weight = head_first["head"].weight
+    assert names(param_groups(head_first)) == {"no_decay": ["head.weight"]}
 
 
 def test_frozen_parameters() -> None:
