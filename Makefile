@@ -6,7 +6,7 @@ DEVICE ?= cpu
 IN_PARALLEL := -n auto --dist loadfile
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-gpu lint bench frameworks paper clean
+.PHONY: demo test test-gpu lint bench frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -43,15 +43,30 @@ frameworks: $(VENV)/.with-test,frameworks
 paper: $(VENV)/.with-paper
 	$(BIN)/python -m benchmarks.paper all --preset quick $(if $(DATA),--data $(DATA))
 
+# The sdist, and from it a wheel for any Linux with this one's glibc or a later one. torch brings its own libraries.
+wheel: $(VENV)/.with-release
+	rm -rf build dist
+	SWD_FUSED_REQUIRE_CPP=1 $(BIN)/python -m build --no-isolation
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/twine check --strict dist/*
+
+# That wheel beside each torch and Python there is: downloads gigabytes, which `make compat TORCH=2.10.0` limits.
+compat: wheel
+	$(BIN)/python -m tests.packaging.compat dist/*-abi3-*.whl $(addprefix --torch ,$(TORCH)) $(if $(EVERY_PAIR),--every-pair)
+
+docs: $(VENV)/.with-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info swd_fused/*.so
+	rm -rf $(VENV) build dist site *.egg-info swd_fused/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by itself: the build needs its headers, and an open range would take gigabytes of CUDA packages.
 # Python compiles what it imports; pip would compile all of torch first.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --upgrade -c constraints.txt setuptools wheel torch numpy
+	$(BIN)/pip install --quiet --no-compile --upgrade -c constraints.txt setuptools torch numpy
 	touch $@
 
 # The package, built in place, with these extras.

@@ -1,17 +1,21 @@
-"""The examples, for real, on two ranks: each framework trains what one process does. Skipped where one is missing."""
+"""The examples, for real, on two ranks: each framework trains what one process does. And callbacks in real trainers.
+
+Skipped where a framework is missing.
+"""
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, param_groups
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 300
@@ -89,3 +93,79 @@ def test_deepspeed(tmp_path: Path, stage: str) -> None:
     pytest.importorskip("deepspeed")
     weights = trained_by(tmp_path / "weights", *by_torchrun("with_deepspeed.py", "--stage", stage))
     assert_as_on_one_process(weights, torch.float32, 1e-6)
+
+
+METRICS = {
+    "adams/grad_norm",
+    "adams/rms_grad",
+    "adams/effective_weight_decay/decay",
+    "adams/effective_weight_decay/no_decay",
+    "adams/skipped_steps",
+}
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_metrics_in_the_logs_of_transformers(tmp_path: Path) -> None:
+    """A reporter such as W&B's, which Trainer lists before the callbacks of users, has them too."""
+    transformers = pytest.importorskip("transformers")
+    from swd_fused.integrations.transformers import log_metrics
+
+    class Reporter(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        reported: ClassVar[list[set[str]]] = []
+
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            self.reported.append(set(logs))
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
+
+    model = Model(3, 2)
+    optimizer = FusedAdamS(param_groups(model, 1e-3), max_grad_norm=1.0)
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "max_grad_norm": 0, "report_to": [], "disable_tqdm": True}
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**options, max_steps=4, logging_steps=2, save_strategy="no"),
+        train_dataset=[{"x": torch.randn(3), "labels": torch.randn(2)} for _ in range(32)],
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+        callbacks=[Reporter()],
+    )
+    log_metrics(trainer)
+    trainer.train()
+    assert [names >= METRICS for names in Reporter.reported] == [True, True, False]  # the last one is of the whole run
+    last = trainer.state.log_history[1]
+    assert last["adams/grad_norm"] == optimizer.grad_norm.item()
+    assert last["adams/effective_weight_decay/no_decay"] == 0
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.loggers import CSVLogger
+
+    from swd_fused.integrations.lightning import MetricsCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 2)
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss = self.linear(batch[0]).square().mean()
+            self.log("loss", loss)
+            return loss  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return FusedAdamS(param_groups(self, 1e-3), max_grad_norm=1.0)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 3)), batch_size=4)
+    logger = CSVLogger(tmp_path)
+    options = {"accelerator": "cpu", "devices": 1, "logger": logger, "callbacks": [MetricsCallback()]}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(**options, **quiet, max_epochs=1, accumulate_grad_batches=2, log_every_n_steps=2)
+    trainer.fit(Module(), data)
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert set(rows[0]) >= METRICS
+    norms = {int(row["step"]): float(row["adams/grad_norm"]) for row in rows if row["adams/grad_norm"]}
+    assert list(norms) == [int(row["step"]) for row in rows if row["loss"]] == [1, 3]
+    assert norms[3] == trainer.optimizers[0].grad_norm.item()

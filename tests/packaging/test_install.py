@@ -1,39 +1,69 @@
-"""`pip install .`: one file for all Pythons and torches to come, and a whole package where no compiler works."""
+"""Builds and installs as pip, uv and `python -m build` do: one wheel with kernels, and a whole package without them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["csrc", "swd_fused", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+SOURCES = ["csrc", "swd_fused", "MANIFEST.in", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+# Without warnings of the tools that they will change: they are errors for users one day.
+STRICT = ["-W", "error::FutureWarning", "-W", "error::DeprecationWarning"]
 
 
-def run(*command: object, **variables: str) -> str:
-    env = {**os.environ, **variables}
-    result = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+def run(*command: object, directory: Path = ROOT, succeeds: bool = True, **variables: str) -> str:
+    arguments = list(map(str, command))
+    result = subprocess.run(arguments, cwd=directory, env=variables, capture_output=True, text=True, timeout=600)
+    assert (result.returncode == 0) == succeeds, result.stdout + result.stderr
     return result.stdout + result.stderr
 
 
-def installed(directory: Path, **variables: str) -> tuple[str, Path, str]:
-    """Builds a wheel from a copy of the sources. Returns its name, where it is installed, and pip's output."""
-    source = directory / "source"
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source)
-    log = run("-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", directory, source, **variables)
-    (wheel,) = directory.glob("*.whl")
-    target = directory / "installed"
-    run("-m", "pip", "install", "--no-deps", "--target", target, wheel)
-    return wheel.name, target, log
+class Builder:
+    """A copy of the sources, and an interpreter that has setuptools but no torch, as in an isolated build."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.source = directory / "source"
+        for name in SOURCES:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, self.source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            else:
+                shutil.copy(ROOT / name, self.source)
+        venv.create(directory / "isolated", symlinks=True)
+        (site_packages,) = (directory / "isolated").glob("lib/python3*/site-packages")
+        found = find_spec("setuptools")
+        assert found is not None
+        assert found.origin is not None
+        setuptools = Path(found.origin).parent
+        for folder in [*setuptools.parent.glob("setuptools*"), setuptools.parent / "_distutils_hack"]:
+            (site_packages / folder.name).symlink_to(folder)
+
+    def __call__(self, *command: str, succeeds: bool = True, **variables: str) -> str:
+        """Runs setup.py. As long as none is named in `variables`, no environment is activated."""
+        python = self.directory / "isolated" / "bin" / "python"
+        variables = {"PATH": os.defpath, **variables}
+        return run(python, *STRICT, "setup.py", *command, directory=self.source, succeeds=succeeds, **variables)
+
+    def wheel(self, **variables: str) -> tuple[Path, str]:
+        """Returns the wheel, and what was said while it was built."""
+        log = self("bdist_wheel", **variables)
+        (wheel,) = (self.source / "dist").glob("*.whl")
+        return wheel, log
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Builder:
+    return Builder(tmp_path)
 
 
 # Without the finder of an editable installation, which would supply the kernels that this one lacks.
@@ -50,22 +80,54 @@ print(swd_fused.__file__, swd_fused.__version__, optimizer)
 """
 
 
-def test_with_a_compiler(tmp_path: Path) -> None:
-    wheel, target, _ = installed(tmp_path)
-    assert "-cp310-abi3-" in wheel
-    output = run("-P", "-c", STEP, PYTHONPATH=str(target))
+def step_with(wheel: Path, target: Path) -> str:
+    """Installs the wheel and takes a step with it, in a process of its own. Returns what that prints."""
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, **os.environ)
+    output = run(sys.executable, "-W", "ignore", "-P", "-c", STEP, **{**os.environ, "PYTHONPATH": str(target)})
     assert str(target) in output
-    assert "backend: cpu\n" in output
+    return output
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    broken = shutil.which("false")
-    assert broken
-    _, target, log = installed(tmp_path, CC=broken, CXX=broken)
-    assert "swd_fused will run on its plain PyTorch backend" in log
-    output = run("-P", "-c", STEP, PYTHONPATH=str(target))
-    assert str(target) in output
-    assert "backend: torch (the C++ kernels are not built" in output
+def test_sdist_builds_kernels_where_an_environment_with_torch_is_activated(builder: Builder, tmp_path: Path) -> None:
+    """As `python -m build` and uv: the wheel is built from the sdist, by an interpreter without torch."""
+    builder("sdist")
+    (sdist,) = (builder.source / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (builder.source,) = (tmp_path / "unpacked").iterdir()
+    wheel, log = builder.wheel(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert "not built" not in log
+    assert "-cp310-abi3-" in wheel.name
+    assert "backend: cpu\n" in step_with(wheel, tmp_path / "installed")
+
+
+@pytest.mark.parametrize("missing", ["compiler", "torch"])
+def test_without_kernels(builder: Builder, tmp_path: Path, missing: str) -> None:
+    """The wheel says by its tag that nothing in it is compiled."""
+    variables = {"VIRTUAL_ENV": sys.prefix, "CC": "false", "CXX": "false"} if missing == "compiler" else {}
+    wheel, log = builder.wheel(**variables)
+    reason = "no installed torch was found" if missing == "torch" else "non-zero exit status"
+    assert re.search(f"were not built:.*{reason}.*plain PyTorch backend.*--no-build-isolation", log)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert "backend: torch (the C++ kernels are not built" in step_with(wheel, tmp_path / "installed")
+
+    stale = builder.source / "swd_fused" / "_C.abi3.so"
+    stale.touch()
+    builder("build_ext", "--inplace", **variables)
+    assert not stale.exists()
+
+    log = builder("bdist_wheel", succeeds=False, SWD_FUSED_REQUIRE_CPP="1", **variables)
+    assert re.search(f"SWD_FUSED_REQUIRE_CPP is set, but.*{reason}", log)
+
+
+def test_metadata_has_absolute_links(builder: Builder) -> None:
+    """A package index shows the README without the repository around it."""
+    builder("-q", "egg_info")
+    text = (builder.source / "swd_fused.egg-info" / "PKG-INFO").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in links if link.endswith(".png")]
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
 def test_asking_for_kernels_that_are_not_built_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""Sorts a model's parameters into a group that decays and one that does not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,  # all batch and instance norms
+)
+# Classes and parameters of other libraries, by their names: LlamaRMSNorm, FrozenBatchNorm2d, ViTEmbeddings; bias_ih_l0,
+# relative_position_bias_table, pos_embed.
+NORM_CLASS = re.compile(r"Norm(\dd)?$")
+EMBEDDING_CLASS = re.compile(r"Embeddings?$")
+BIAS = re.compile(r"(^|_)bias(_|$)")
+EMBEDDING = re.compile(r"(^|_)emb(ed(ding)?s?)?(_|$)")
+
+
+def param_groups(
+    model: nn.Module,
+    weight_decay: float = 5e-4,
+    *,
+    decay_embeddings: bool = False,
+    no_decay: Iterable[str] = (),
+    include_frozen: bool = False,
+) -> list[dict[str, Any]]:
+    """Returns parameter groups for FusedAdamS, or any torch optimizer, in which only matrices decay.
+
+    Biases, the parameters of norms, all scalars and vectors, and embeddings are in a group with `weight_decay=0`. The
+    groups are called "decay" and "no_decay", have the parameters' names, and are left out if they are empty. A
+    parameter that several modules share is listed once, and does not decay if it must not in one of them: with
+    `decay_embeddings=False` that is the head of a language model which shares its weights with the embedding.
+
+    The model may be sharded by DTensors (`fully_shard`, tensor parallelism) or on the meta device: only names, classes
+    and global shapes count. Call it after whatever replaces parameters, as `fully_shard` and `to_empty` do.
+
+    Args:
+        model: the model to train.
+        weight_decay: of the group that decays, in the terms of the optimizer it is for. FusedAdamS's is not AdamW's.
+        decay_embeddings: whether embeddings decay, among them those for positions.
+        no_decay: names of further parameters that must not decay, as `model.named_parameters()` has them. `*` stands
+            for any text, as in "*.router.weight".
+        include_frozen: whether to list parameters that do not require gradients, to be unfrozen later.
+
+    Example:
+        >>> optimizer = FusedAdamS(param_groups(model, weight_decay=1e-3), lr=3e-4)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"param_groups got a {type(model).__name__}, wanted a torch.nn.Module: names and classes of modules tell "
+            "what decays. Pass the model itself, not its parameters."
+        )
+    if not isinstance(weight_decay, (int, float)) or not 0 <= weight_decay < math.inf:
+        raise ValueError(
+            f"param_groups got weight_decay={weight_decay!r}, wanted a finite number that is not negative."
+        )
+    if isinstance(no_decay, str):
+        no_decay = [no_decay]
+    patterns = dict.fromkeys(no_decay, False)  # and whether it has matched
+    params: dict[Tensor, str] = {}
+    exempt: set[Tensor] = set()
+    for name, param, module in _owned_params(model):
+        _check(name, param)
+        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        patterns.update(dict.fromkeys(matching, True))
+        if param.requires_grad or include_frozen:
+            params.setdefault(param, name)
+            if matching or not _decays(name, param, module, decay_embeddings):
+                exempt.add(param)
+    unmatched = [pattern for pattern, matched in patterns.items() if not matched]
+    if unmatched:
+        raise ValueError(
+            f"param_groups got no_decay={unmatched}, which no parameter of {type(model).__name__} is called. Names are "
+            f"those of model.named_parameters(), such as {next(iter(params.values()), 'none at all')!r}."
+        )
+    if not params:
+        raise ValueError(
+            f"param_groups got a {type(model).__name__} without parameters that require gradients, wanted at least "
+            "one. Unfreeze some, or pass include_frozen=True."
+        )
+    groups: list[dict[str, Any]] = [
+        {"params": [], "name": "decay", "weight_decay": weight_decay},
+        {"params": [], "name": "no_decay", "weight_decay": 0.0},
+    ]
+    for param, name in params.items():
+        groups[param in exempt]["params"].append((name, param))
+    return [group for group in groups if group["params"]]
+
+
+def _owned_params(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Yields parameters in the order of `named_parameters`, shared ones once for each module that has them."""
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            yield name, param, module
+
+
+def _check(name: str, param: Tensor) -> None:
+    if is_lazy(param):
+        raise ValueError(
+            f"param_groups got {name}, a parameter of a lazy module, which has no shape yet. Run the model once first."
+        )
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer known. "
+            "Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
+        )
+
+
+def _decays(name: str, param: Tensor, module: nn.Module, decay_embeddings: bool) -> bool:
+    own_name, class_name = name.rpartition(".")[2], type(module).__name__
+    dims = len(getattr(param, "ds_shape", param.shape))  # DeepSpeed's ZeRO-3 leaves empty tensors that tell their shape
+    if dims <= 1 or BIAS.search(own_name) or isinstance(module, NORMS) or NORM_CLASS.search(class_name):
+        return False
+    is_embedding = (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        or EMBEDDING_CLASS.search(class_name)
+        or EMBEDDING.search(own_name)
+    )
+    return decay_embeddings or not is_embedding

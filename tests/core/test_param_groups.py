@@ -1,0 +1,182 @@
+"""`swd_fused.param_groups`: what decays, by names, classes and shapes, in models whole, shared, frozen and sharded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from swd_fused import FusedAdamS, param_groups
+from tests.distributed.ranks import on_ranks
+
+
+class GemmaRMSNorm(nn.Module):
+    """A norm of another library, over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, 4))
+
+
+class Experts(nn.Module):
+    """Weights and biases of several experts in one tensor each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 4, 4))
+        self.up_bias = nn.Parameter(torch.zeros(3, 4))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.layer_scale = nn.Parameter(torch.ones(4))
+        self.linear = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.recurrent = nn.LSTM(4, 4)
+        self.image_norm = nn.LayerNorm([2, 4])
+        self.channel_norm = nn.BatchNorm2d(4)
+        self.other_norm = GemmaRMSNorm()
+        self.experts = Experts()
+        self.head = nn.Linear(4, 8, bias=False)
+
+
+MATRICES = [
+    "linear.weight",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "recurrent.weight_ih_l0",
+    "recurrent.weight_hh_l0",
+    "experts.up",
+    "head.weight",
+]
+EMBEDDINGS = ["tokens.weight", "pos_embed"]
+
+
+def names(groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {group["name"]: [name for name, _ in group["params"]] for group in groups}
+
+
+def test_only_matrices_decay() -> None:
+    model = Model()
+    groups = param_groups(model, 1e-3)
+    assert [group["weight_decay"] for group in groups] == [1e-3, 0.0]
+    found = names(groups)
+    assert sorted(found["decay"]) == sorted(MATRICES)
+    assert sorted(found["decay"] + found["no_decay"]) == sorted(name for name, _ in model.named_parameters())
+    assert all(dict(model.named_parameters())[name] is param for group in groups for name, param in group["params"])
+    with_embeddings = names(param_groups(model, 1e-3, decay_embeddings=True))["decay"]
+    assert sorted(with_embeddings) == sorted(MATRICES + EMBEDDINGS)
+    with torch.device("meta"):
+        assert names(param_groups(Model())) == found
+
+
+def test_shared_weights_are_listed_once_and_follow_the_embedding() -> None:
+    model = Model()
+    model.head.weight = model.tokens.weight
+    found = names(param_groups(model))
+    assert "tokens.weight" in found["no_decay"]
+    assert "head.weight" not in found["decay"] + found["no_decay"]
+    FusedAdamS(param_groups(model))  # torch would warn of a parameter that is there twice
+    assert "tokens.weight" in names(param_groups(model, decay_embeddings=True))["decay"]
+    head_first = nn.ModuleDict({"head": nn.Linear(4, 8, bias=False), "tokens": nn.Embedding(8, 4)})
+    head_first["tokens"].weight = head_first["head"].weight
+    assert names(param_groups(head_first)) == {"no_decay": ["head.weight"]}
+
+
+def test_frozen_parameters() -> None:
+    model = Model()
+    model.experts.requires_grad_(False)
+    assert not [name for group in names(param_groups(model)).values() for name in group if "experts" in name]
+    assert "experts.up" in names(param_groups(model, include_frozen=True))["decay"]
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"without parameters that require gradients.*include_frozen=True"):
+        param_groups(model)
+    model.linear.weight.requires_grad_(True)
+    assert names(param_groups(model)) == {"decay": ["linear.weight"]}
+
+
+def test_further_parameters_without_decay() -> None:
+    model = Model()
+    found = names(param_groups(model, no_decay=["experts.*", "head.weight"]))
+    assert sorted(found["decay"]) == sorted(set(MATRICES) - {"experts.up", "head.weight"})
+    assert names(param_groups(model, no_decay="experts.*")) == names(param_groups(model, no_decay=["experts.*"]))
+    with pytest.raises(ValueError, match=r"no_decay=\['router.*'\], which no parameter of Model is called"):
+        param_groups(model, no_decay=["experts.*", "router.*"])
+
+
+def flattened(module: nn.Module) -> nn.Module:
+    module.weight._fsdp_flattened = True
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (list(nn.Linear(2, 2).parameters()), TypeError, "got a list, wanted a torch.nn.Module"),
+        (nn.LazyLinear(3), ValueError, "weight, a parameter of a lazy module.*Run the model once"),
+        (flattened(nn.Linear(2, 2)), ValueError, "FullyShardedDataParallel has flattened.*fully_shard"),
+        (nn.ReLU(), ValueError, "ReLU without parameters"),
+    ],
+)
+def test_models_that_cannot_be_sorted(model: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        param_groups(model)
+
+
+@pytest.mark.parametrize("weight_decay", [-1e-3, float("nan"), "0.1"])
+def test_bad_weight_decay(weight_decay: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"weight_decay={weight_decay!r}")):
+        param_groups(nn.Linear(2, 2), weight_decay)
+
+
+def test_optimizer_knows_the_names() -> None:
+    model = Model()
+    optimizer = FusedAdamS(param_groups(model, 1e-3), lr=1e-2)
+    assert [group["name"] for group in optimizer.param_groups] == ["decay", "no_decay"]
+    assert optimizer.param_groups[0]["param_names"] == names(param_groups(model))["decay"]
+
+
+def on_a_rank() -> tuple[dict[str, list[str]], bool]:
+    """Returns the groups after sharding, and whether a checkpoint with the groups' names leads to the same weights."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    found = names(param_groups(fully_shard(Model(), mesh=mesh)))
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4)), mesh=mesh)
+
+    def train(optimizer: FusedAdamS) -> Tensor:
+        (model(torch.arange(6)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model[1].weight.full_tensor().clone()  # type: ignore[no-any-return,union-attr,operator]
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer = FusedAdamS(param_groups(model), lr=1e-2)
+    train(optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in saved.items()}
+    expected = train(optimizer)
+    model.load_state_dict(weights)
+    resumed = FusedAdamS(param_groups(model), lr=1e-2)
+    set_optimizer_state_dict(model, resumed, saved, options=options)
+    return found, torch.equal(train(resumed), expected)
+
+
+def test_sharded_models() -> None:
+    for found, as_before in on_ranks(2, on_a_rank):
+        assert found == names(param_groups(Model()))
+        assert as_before

@@ -1,0 +1,59 @@
+"""The README and the pages of docs/: their Python runs as it stands, from top to bottom, and their links resolve."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# `make frameworks` has them; where they are not installed the blocks that import them are left out.
+FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "transformers"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the names of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
+    try:
+        exec(compile(block, page.name, "exec"), namespace)
+    except ModuleNotFoundError as error:
+        if error.name not in FRAMEWORKS:
+            raise
+
+
+@each_page
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for block in code_blocks(page):
+        run_block(block, page, namespace)
+
+
+def test_code_blocks_are_found() -> None:
+    assert len(code_blocks(ROOT / "README.md")) >= 5
+
+
+@each_page
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_all_pages_are_in_the_site() -> None:
+    listed = re.findall(r"^  - .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert {page.name for page in PAGES[1:]} <= set(listed)

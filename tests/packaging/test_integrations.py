@@ -1,0 +1,118 @@
+"""Callbacks of trainers, with small stand-ins for the trainers. test_frameworks.py has the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+class Optimizer:
+    """What FusedAdamS tells, and how often it was asked: each time waits for the device."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def metrics(self) -> dict[str, float]:
+        self.asked += 1
+        return {"grad_norm": 0.5, "effective_weight_decay/decay": 0.1}
+
+
+def wrapped(optimizer: object) -> SimpleNamespace:
+    """As Accelerate wraps an optimizer, and DeepSpeed what Accelerate then wraps."""
+    return SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch, library: str, **classes: type) -> ModuleType:
+    """Imports swd_fused.integrations.<name> on top of a library that has nothing but these classes."""
+    stand_in = ModuleType(library)
+    vars(stand_in).update(classes)
+    monkeypatch.setitem(sys.modules, library, stand_in)
+    monkeypatch.delitem(sys.modules, f"swd_fused.integrations.{name}", raising=False)
+    module = importlib.import_module(f"swd_fused.integrations.{name}")
+    monkeypatch.delitem(sys.modules, f"swd_fused.integrations.{name}")
+    return module
+
+
+class TestTransformers:
+    @pytest.fixture
+    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        return imported("transformers", monkeypatch, "transformers", Trainer=object, TrainerCallback=object)
+
+    def test_adds_metrics_to_the_logs_of_training(self, module: ModuleType) -> None:
+        callback, optimizer = module.MetricsCallback("swd/"), Optimizer()
+        state = SimpleNamespace(global_step=10, log_history=[{"loss": 2.0, "step": 10}])
+        logs = {"loss": 2.0, "grad_norm": 0.0}
+        callback.on_train_begin(None, state, None, optimizer=wrapped(optimizer))
+        callback.on_log(None, state, None, logs=logs, optimizer=wrapped(optimizer), model=None)
+        metrics = {"swd/grad_norm": 0.5, "swd/effective_weight_decay/decay": 0.1}
+        assert logs == {"loss": 2.0, "grad_norm": 0.0, **metrics}
+        assert state.log_history == [{"loss": 2.0, "step": 10, **metrics}]
+
+    @pytest.mark.parametrize("logs", [{"eval_loss": 1.0}, {"train_runtime": 3.0}, None])
+    def test_leaves_other_logs_alone(self, module: ModuleType, logs: dict[str, float] | None) -> None:
+        optimizer, before = Optimizer(), logs and dict(logs)
+        module.MetricsCallback().on_log(None, SimpleNamespace(log_history=[]), None, logs=logs, optimizer=optimizer)
+        assert (logs, optimizer.asked) == (before, 0)
+
+    def test_comes_before_the_callbacks_that_report(self, module: ModuleType) -> None:
+        trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=["W&B"]))
+        module.log_metrics(trainer)
+        callback, last = trainer.callback_handler.callbacks
+        assert isinstance(callback, module.MetricsCallback)
+        assert last == "W&B"
+
+    def test_refuses_other_optimizers(self, module: ModuleType) -> None:
+        adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+        with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
+            module.MetricsCallback().on_train_begin(None, None, None, optimizer=adamw)
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, metrics))
+
+
+class TestLightning:
+    @pytest.fixture
+    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+        return imported("lightning", monkeypatch, "lightning.pytorch", Callback=object)
+
+    def train(self, module: ModuleType, *optimizers: object, accumulate: int = 1) -> Any:
+        """Six steps, logged every second one."""
+        callback = module.MetricsCallback()
+        trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[Logger()], log_every_n_steps=2, global_step=0)
+        callback.on_train_start(trainer, None)
+        for batch in range(6 * accumulate):
+            trainer.global_step = (batch + 1) // accumulate
+            callback.on_train_batch_end(trainer, None, None, None, batch)
+        return trainer.loggers[0].logged
+
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_logs_when_lightning_does(self, module: ModuleType, accumulate: int) -> None:
+        optimizer = Optimizer()
+        metrics = {"adams/grad_norm": 0.5, "adams/effective_weight_decay/decay": 0.1}
+        assert self.train(module, wrapped(optimizer), accumulate=accumulate) == [(i, metrics) for i in (1, 3, 5)]
+        assert optimizer.asked == 3
+
+    def test_several_optimizers(self, module: ModuleType) -> None:
+        adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+        (_, metrics), *_ = self.train(module, adamw, Optimizer(), Optimizer())
+        assert [name for name in metrics if "grad_norm" in name] == ["adams/0/grad_norm", "adams/1/grad_norm"]
+        with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
+            self.train(module, adamw)
+
+
+def test_the_package_imports_no_trainer() -> None:
+    code = "import sys, swd_fused, swd_fused.integrations; print({'transformers', 'lightning'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"

@@ -1,0 +1,73 @@
+"""`python -m swd_fused`: it runs, finds what is there, and would notice a backend that computes something else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from swd_fused import __version__, self_test
+from tests.definition import WRONG, AdamS, Group
+
+
+def test_report() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "swd_fused"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"swd_fused {__version__} in" in run.stdout
+    assert f"torch     {torch.__version__}" in run.stdout
+    assert "cpu    on cpu: ok" in run.stdout
+    assert "torch  on cpu: ok" in run.stdout
+    assert "triton on cpu: not available: " in run.stdout
+
+
+def trained_by(definition: type[AdamS]) -> list[torch.Tensor]:
+    params, grads = self_test._random_training()
+    groups = [
+        Group([i], self_test.LR, self_test.BETAS, self_test.EPS, decay, max_decay=self_test.MAX_DECAY)
+        for i, decay in enumerate(self_test.WEIGHT_DECAYS)
+    ]
+    trained = definition([param.numpy() for param in params], groups, self_test.MAX_GRAD_NORM)
+    for of_step in grads:
+        trained.step([grad.numpy() for grad in of_step])
+    return [torch.from_numpy(np.asarray(param, dtype=np.float64)) for param in trained.params]
+
+
+def largest_difference(weights: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(weights, others, strict=True))
+
+
+def test_its_definition_is_the_definition() -> None:
+    assert largest_difference(self_test.defined(*self_test._random_training()), trained_by(AdamS)) < 1e-14
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_definitions_are_beyond_the_tolerance(wrong: type[AdamS]) -> None:
+    assert largest_difference(trained_by(AdamS), trained_by(wrong)) > 10 * self_test.TOLERANCE
+
+
+def test_failures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend that computes something else, and one that raises, are in the report and in the exit code."""
+    from swd_fused import __main__
+
+    right = self_test.defined
+    monkeypatch.setattr(sys, "argv", ["swd_fused"])
+    monkeypatch.setattr(self_test, "defined", lambda *args: [weight + 1e-3 for weight in right(*args)])
+    assert __main__.main() == 1
+    assert "torch  on cpu: FAILED, largest difference 1.0e-03" in capsys.readouterr().out
+    monkeypatch.setattr(self_test, "defined", right)
+
+    def raises(*args: object) -> None:
+        raise ValueError("the driver is too old")
+
+    monkeypatch.setattr(self_test.FusedAdamS, "step", raises)
+    assert __main__.main() == 1
+    assert "torch  on cpu: FAILED with ValueError: the driver is too old" in capsys.readouterr().out
