@@ -171,13 +171,13 @@ class Bucket:
             return True
 
     def is_known_to_have_stepped(self) -> bool:
-        """Whether any of its tensors has taken a step, as far as that is known without waiting for the device."""
+        """Whether any of its elements has taken a step, as far as that is known without waiting for the device."""
         if self._has_stepped or is_fake(self.steps):
             return self._has_stepped
         if self.device.type == "cpu":
-            self._has_stepped = bool(self.steps.any())
+            self._has_stepped = bool(self._steps_of_elements().any())
         elif can_be_read_later(self.steps):
-            self._steps_copy = self._steps_copy or HostCopy([self.steps.amax()])
+            self._steps_copy = self._steps_copy or HostCopy([self._steps_of_elements().amax()])
             values = self._steps_copy.arrived()
             if values is not None:
                 self._has_stepped, self._steps_copy = values[0] > 0, None
@@ -190,8 +190,12 @@ class Bucket:
     def note_step(self, may_have_been_skipped: bool) -> None:
         """Remembers that a step was taken, and accepts the parameters as it has left them."""
         self._param_versions = self._versions_of_params() if self.masters else []
-        if not may_have_been_skipped and any(self._present):
+        if not may_have_been_skipped and self.numel:
             self._has_stepped = True
+
+    def _steps_of_elements(self) -> Tensor:
+        """Returns the step counts, and 0 for empty tensors, which add nothing to a mean."""
+        return self.steps * (self.numels > 0)
 
     def begin(self, all_grads: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
         """Takes up this step's gradients and hyper-parameters. Writes to nothing that is the user's."""

@@ -110,6 +110,7 @@ class FusedAdamS(InAdamWTerms):
     _step_before: StepBefore
     _in_parts: FromCallerInParts
 
+    @_disable_dynamo
     def __init__(
         self,
         params: ParamsT,
@@ -192,6 +193,7 @@ class FusedAdamS(InAdamWTerms):
         super().__init__(params, defaults)
         check_use_of_precision(self.options, [param.dtype for group in self.param_groups for param in group["params"]])
 
+    @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_group({**self.defaults, **param_group})
         check_lr_value(param_group.get("lr", self.defaults["lr"]))
@@ -285,6 +287,7 @@ class FusedAdamS(InAdamWTerms):
         """All-reduces over the ranks that share this optimizer's parameters."""
         return self._ranks.collective(self.param_groups, check)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
@@ -404,7 +407,7 @@ class FusedAdamS(InAdamWTerms):
 
     def _backend_of(self, param: Tensor) -> tuple[backends.Backend, str]:
         # Where there is no memory nothing is computed, and only plain operations know what comes out.
-        name = "torch" if self.backend == "auto" and is_fake(param) else self.backend
+        name = "torch" if is_fake(param) and not param.is_meta else self.backend
         return backends.choose(name, param.device, param.dtype.to_real())
 
     def __repr__(self) -> str:
@@ -423,6 +426,7 @@ class FusedAdamS(InAdamWTerms):
 
     # --- State
 
+    @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         state_dict = super().state_dict()
         groups = [
@@ -431,6 +435,7 @@ class FusedAdamS(InAdamWTerms):
         ]
         return {**state_dict, "state": with_own_steps(state_dict["state"]), "param_groups": groups}
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -448,10 +453,12 @@ class FusedAdamS(InAdamWTerms):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
         state = defaultdict(dict, with_own_steps(self.state))
         return {**super().__getstate__(), "state": state, **{name: getattr(self, name) for name in ATTRIBUTES}}
 
+    @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = new_handle(self)
