@@ -1,0 +1,130 @@
+"""Writes to DTensors by others: torch counts them on the DTensor or on its local part, and both must be noticed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from swd_fused import FusedAdamS
+from tests.distributed.ranks import once_on_ranks
+from tests.distributed.sharded_model import whole
+
+Write = Callable[[torch.nn.Module, FusedAdamS], None]
+VALUE = 3.0
+
+
+def filled(model: torch.nn.Module, _: FusedAdamS) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(VALUE)
+
+
+def copied(model: torch.nn.Module, _: FusedAdamS) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.full_like(param, VALUE))
+
+
+def filled_locally(model: torch.nn.Module, _: FusedAdamS) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(VALUE)
+
+
+def loaded_sharded(model: torch.nn.Module, _: FusedAdamS) -> None:
+    model.load_state_dict({key: torch.full_like(value, VALUE) for key, value in model.state_dict().items()})
+
+
+def loaded_full(model: torch.nn.Module, _: FusedAdamS) -> None:
+    state = {key: torch.full(value.shape, VALUE, dtype=value.dtype) for key, value in model.state_dict().items()}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+
+
+WRITES_TO_PARAMS: list[Write] = [filled, copied, filled_locally, loaded_sharded, loaded_full]
+
+
+def new_run(dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, FusedAdamS]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)).to(dtype)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, FusedAdamS(model.parameters(), lr=0.125, **options)
+
+
+def take_step(model: torch.nn.Module, optimizer: FusedAdamS) -> None:
+    for number, param in enumerate(model.parameters()):
+        values = torch.linspace(-1, 2, param.numel(), dtype=param.dtype).reshape(param.shape) / (number + 1)
+        param.grad = distribute_tensor(values, param.device_mesh, param.placements)
+    optimizer.step()
+
+
+def masters_after(write: Write) -> bool:
+    """Whether a step goes on from what was written, as a run does that starts there with the same moments."""
+    model, optimizer = new_run(torch.bfloat16, master_weights=True)
+    for _ in range(2):
+        take_step(model, optimizer)
+    write(model, optimizer)
+    for param in model.parameters():
+        assert bool((whole(param) == VALUE).all()), "the write itself"
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        del values["master_param"]
+    other_model, other = new_run(torch.bfloat16, master_weights=True)
+    filled(other_model, other)
+    other.load_state_dict(state)
+    take_step(model, optimizer)
+    take_step(other_model, other)
+    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
+    return all(torch.equal(whole(mine), whole(its)) for mine, its in pairs)
+
+
+def mean_after_a_write(schedule: str, key: str, locally: bool) -> bool:
+    """Whether the next mean is that of the state as it was written, which is what loading it anew gives."""
+    options = {"schedule": schedule, "amsgrad": key == "max_exp_avg_sq"}
+    model, optimizer = new_run(torch.float32, **options)
+    for _ in range(2):
+        take_step(model, optimizer)
+    for param in model.parameters():
+        moment = optimizer.state[param][key]
+        (moment.to_local() if locally else moment).mul_(100)
+    other_model, other = new_run(torch.float32, **options)
+    with torch.no_grad():
+        for mine, its in zip(model.parameters(), other_model.parameters(), strict=True):
+            its.copy_(mine)
+    other.load_state_dict(optimizer.state_dict())
+    before = float(optimizer.exp_avg_sq_mean)
+    take_step(model, optimizer)
+    take_step(other_model, other)
+    assert float(optimizer.exp_avg_sq_mean) > 10 * before, "the write makes a difference"
+    return torch.equal(optimizer.exp_avg_sq_mean, other.exp_avg_sq_mean)
+
+
+MEANS = [
+    (schedule, key, locally)
+    for schedule in ("exact", "lagged")
+    for key in ("exp_avg_sq", "max_exp_avg_sq")
+    for locally in (False, True)
+]
+
+
+def cases() -> dict[Any, bool]:
+    masters: dict[Any, bool] = {write.__name__: masters_after(write) for write in WRITES_TO_PARAMS}
+    return masters | {case: mean_after_a_write(*case) for case in MEANS}
+
+
+@pytest.mark.parametrize("write", [write.__name__ for write in WRITES_TO_PARAMS])
+def test_masters_follow(write: str) -> None:
+    assert [answers[write] for answers in once_on_ranks(2, cases)] == [True, True]
+
+
+@pytest.mark.parametrize("case", MEANS, ids=str)
+def test_the_mean_is_that_of_the_state(case: tuple[str, str, bool]) -> None:
+    assert [answers[case] for answers in once_on_ranks(2, cases)] == [True, True]
