@@ -42,10 +42,12 @@ def gradient_sums(
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         if has_grad(tensor_row):
-            step = tl.load(steps + tensor) + 1
+            squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
+            step = (
+                tl.load(steps + tensor) + 1
+            )  # and what follows from it: after the sum, or it would take its registers
             beta2 = tl.load(hyper_row + BETA2)
             bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
-            squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
             grad_sum += squares
             carried += beta2 * tl.load(sums + segment) / bias_correction2
             fresh += (1 - beta2) * squares / bias_correction2
