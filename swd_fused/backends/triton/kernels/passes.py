@@ -43,9 +43,8 @@ def gradient_sums(
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         if has_grad(tensor_row):
             squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
-            step = (
-                tl.load(steps + tensor) + 1
-            )  # and what follows from it: after the sum, or it would take its registers
+            # Scalars after the sum, or they would take registers from it.
+            step = tl.load(steps + tensor) + 1
             beta2 = tl.load(hyper_row + BETA2)
             bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
             grad_sum += squares
