@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends
-from swd_fused.options import DECAYS
+from swd_fused.options import DECAYS, Options
 
 SCHEDULES = ("exact", "lagged")
 GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -138,9 +138,53 @@ def check_not_in_backward(grad_sumsq: object) -> None:
         raise RuntimeError(
             "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
             "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
-            "are. Call step() after backward(); or pass what the step before knew, step(grad_sumsq=..., numel=...), "
-            "for a schedule that lags by one step."
+            'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+            "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+            "step() after backward() ends the step."
         )
+
+
+def check_can_release(needs_one_pass: bool, max_grad_norm: float | None, options: Options) -> None:
+    if max_grad_norm is not None or options.skip_nonfinite:
+        got = "skip_nonfinite=True" if max_grad_norm is None else f"max_grad_norm={max_grad_norm!r}"
+        raise ValueError(
+            f"release_gradients was called with {got}, which needs the norm of all gradients before the first update. "
+            "Leave that out, or gradient release."
+        )
+    if not needs_one_pass:
+        raise ValueError(
+            'release_gradients was called with schedule="exact": its mean is not known before all gradients are. Use '
+            'schedule="lagged", whose mean is that of the step before.'
+        )
+
+
+def check_step_of_released(has_closure: bool, gives_sum: bool, is_scaled: bool) -> None:
+    """What `step` cannot be told after gradients were released."""
+    if has_closure:
+        raise RuntimeError(
+            "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "
+            "runs the backward pass. Call backward() first, then step() without it."
+        )
+    if gives_sum:
+        raise RuntimeError(
+            "FusedAdamS.step() got the gradients' sum of squares with release_gradients() on, after most of them were "
+            'stepped and freed. Use one of the two: grad_sumsq, or gradient release with schedule="lagged".'
+        )
+    if is_scaled:
+        raise RuntimeError(
+            "FusedAdamS.step() was called by a GradScaler with release_gradients() on: the loss scale, and whether to "
+            "skip the step, come after most gradients were stepped and freed. Train in bfloat16, which needs no loss "
+            "scaling, or without gradient release."
+        )
+
+
+def second_gradient(param: Tensor) -> str:
+    return (
+        f"A parameter of shape {tuple(param.shape)} got a second gradient before optimizer.step(), but with "
+        "release_gradients() on its first gradient is used up. To accumulate gradients over several backward passes "
+        "run all but the last within optimizer.accumulate_gradients(). After a backward pass that has failed call "
+        "optimizer.zero_grad() and optimizer.step(), which ends the step for the parameters that have taken it."
+    )
 
 
 def check_adamw_weight_decay(weight_decay: float, decay: str) -> None:
