@@ -20,7 +20,7 @@ from swd_fused.schedule import Gate, StepScalars, scalar_dtype
 from swd_fused.upload import moved
 
 if TYPE_CHECKING:
-    from swd_fused.buckets import Buckets
+    from swd_fused.buckets import Bucket, Buckets
     from swd_fused.optimizer import FusedAdamS
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 # 4 MB takes on two cores. So even a thousand small layers spend most of the time on updates, and what is kept waiting
 # is little beside the largest layer's gradient.
 GATHERED_BYTES = 4 << 20
+
+# A first step needs all gradients before the first update. It then makes the state of one part of the parameters at a
+# time and frees their gradients, so that its peak is not state and all gradients together: for a GPT of 98M parameters
+# 13.2 bytes a parameter in place of 16.8. Buckets are made anew for each part: more parts would take longer, once.
+FIRST_STEP_PARTS = 16
 
 NO_GATE = Gate()
 
@@ -103,13 +108,18 @@ class GradientRelease:
     @_disable_dynamo
     def end_step(self, closure: object, grad_sumsq: object, numel: object) -> None:
         """Steps what was not released, and ends the step. Called by `optimizer.step()`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.end_step(closure, grad_sumsq, numel)
         optimizer = self._optimizer
         gives_sum = grad_sumsq is not None or numel is not None or optimizer.grad_sumsq_provider is not None
         scaling = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
         check_step_of_released(closure is not None, gives_sum, any(value is not None for value in scaling))
         with self._lock:
             step, params = self._step, optimizer.numbered_params()
-            if step is None or step.mean is None or step.buckets is not optimizer._buckets:
+            if step is not None and step.keeps_gradients and not has_state(optimizer):
+                self._take_first_step(step, [param for param in params if param.grad is not None])
+            elif step is None or step.mean is None or step.buckets is not optimizer._buckets:
                 optimizer._take_step([param.grad for param in params], None, None)
             else:
                 rest = [param for param in params if param.grad is not None]
@@ -121,10 +131,11 @@ class GradientRelease:
             self._step = None
             if self._is_removed:
                 optimizer._gradient_release = None
-                return
+                return None
             for param in params:
                 param.grad = None
             self._watch()
+        return None
 
     def _begun(self) -> ReleasedStep:
         optimizer = self._optimizer
@@ -134,8 +145,7 @@ class GradientRelease:
                 refuse_late_reduction(optimizer.numbered_params())
                 self._knows_wrappers = True
             optimizer._decay_warning.warn()
-            has_state = any("exp_avg_sq" in state for state in optimizer.state.values())
-            self._step = ReleasedStep(optimizer._buckets, keeps_gradients=not has_state)
+            self._step = ReleasedStep(optimizer._buckets, keeps_gradients=not has_state(optimizer))
         return self._step
 
     def _release(self, step: ReleasedStep, params: list[Tensor]) -> None:
@@ -170,12 +180,38 @@ class GradientRelease:
         for param in params:
             param.grad = None
 
-    def _end(self, step: ReleasedStep, mean: Tensor) -> None:
+    def _take_first_step(self, step: ReleasedStep, params: list[Tensor]) -> None:
+        """Takes an exact step of all that has a gradient, and frees gradients as it goes.
+
+        Communicates as an ordinary step does, which other ranks may take.
+        """
+        optimizer, ranks = self._optimizer, self._optimizer.collective()
+        parts = in_parts(params, FIRST_STEP_PARTS)
+        if optimizer._step_before.has_stepped([], ranks):  # others have
+            sums = optimizer._step_before.sums([], NO_GATE, ranks)
+        else:
+            sums = optimizer._step_before.first_sums(map(self._buckets_without_state, parts), ranks)
+        step.mean = sums.mean(None, optimizer.total_numel)
+        optimizer._match_adamw_now(step.mean)
+        for part in parts or [[]]:
+            self._release(step, part)
+        self._end(step, step.mean, sums.grad_sq)
+
+    def _buckets_without_state(self, params: list[Tensor]) -> list[Bucket]:
+        """Returns buckets of these parameters and their gradients, with moments that are zero and belong to nobody."""
+        optimizer, ids = self._optimizer, set(map(id, params))
+        grads = [param.grad if id(param) in ids else None for param in optimizer.numbered_params()]
+        return optimizer._new_buckets().begin(optimizer.param_groups, {}, grads)
+
+    def _end(self, step: ReleasedStep, mean: Tensor, grad_sq: Tensor | None = None) -> None:
         """Leaves what the next step needs, and keeps what users log."""
         optimizer, ranks = self._optimizer, self._optimizer.collective()
         zero = torch.zeros((), dtype=scalar_dtype(ranks.device), device=ranks.device)
         optimizer._step_before.leave_released(optimizer._buckets.current, step.grad_sqs, ranks)
-        grad_norm = optimizer._step_before.grad_norm([zero, *step.grad_sqs.values()], NO_GATE, ranks)
+        if grad_sq is None:
+            grad_norm = optimizer._step_before.grad_norm([zero, *step.grad_sqs.values()], NO_GATE, ranks)
+        else:
+            grad_norm = grad_sq.sqrt()
         optimizer._record(StepScalars(mean, grad_norm, None), NO_GATE)
 
     def _check(self) -> None:
@@ -199,6 +235,20 @@ class GradientRelease:
             ranks = prod(group.size() for group in self._optimizer._ranks.sharding_of(param, group))
             self._hooks[new] = ReleaseHook(self, param, param.numel() * param.element_size() // ranks)
         self._watched = [param for param, _ in by_id.values()]
+
+
+def has_state(optimizer: FusedAdamS) -> bool:
+    return any("exp_avg_sq" in state for state in optimizer.state.values())
+
+
+def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Cuts a list into at most so many lists, of about equally many bytes where no parameter is larger."""
+    total, before = sum(param.nbytes for param in params), 0
+    parts: dict[int, list[Tensor]] = {}
+    for param in params:
+        parts.setdefault(before * count // max(1, total), []).append(param)
+        before += param.nbytes
+    return list(parts.values())
 
 
 class ReleaseHook:

@@ -258,7 +258,8 @@ class FusedAdamS(InAdamWTerms):
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
         Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
-        step keeps its gradients, since it is exact. `remove()` of what is returned ends gradient release.
+        step, which is exact, keeps gradients until then, and may round its mean differently in the last bit of float64.
+        `remove()` of what is returned ends gradient release.
 
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.
@@ -501,10 +502,12 @@ class FusedAdamS(InAdamWTerms):
 
     def _start_anew(self) -> None:
         """What is kept from step to step beside the state."""
-        ranks = Ranks(self._sharded_over)
-        self._ranks = ranks
-        self._buckets = Buckets(
-            self.options, lambda param: self._backend_of(param)[0], ranks.sharding_of, self._staged_state
-        )
+        self._ranks = Ranks(self._sharded_over)
+        self._buckets = self._new_buckets()
         self._step_before.forget()
         self._in_parts = FromCallerInParts()
+
+    def _new_buckets(self) -> Buckets:
+        return Buckets(
+            self.options, lambda param: self._backend_of(param)[0], self._ranks.sharding_of, self._staged_state
+        )

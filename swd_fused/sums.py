@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,18 @@ class PassOne:
                 for bucket in buckets
                 if bucket.amsgrad
             ]
+            carried = carried + ranks.total(maxima, 1)[0]
+        return Sums(grad_sq, carried, fresh, count)
+
+    def sums_of_parts(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
+        """Does what `sums` does without a gate, where only one part of the model has buckets at a time."""
+        rows, maxima = [], []
+        for bucket in chain.from_iterable(parts):
+            rows.append((bucket.sharding, _pass1(bucket)))
+            if bucket.amsgrad:
+                maxima.append((bucket.sharding, bucket.backend.pass1_amsgrad(bucket, None).reshape(1)))
+        grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
+        if self._has_amsgrad():
             carried = carried + ranks.total(maxima, 1)[0]
         return Sums(grad_sq, carried, fresh, count)
 
@@ -98,6 +111,11 @@ class StepBefore:
         if self._left.by_a_step is None:
             self._left = self._left._replace(by_a_step=bool(self._left.row[1] > 0))
         return bool(self._left.by_a_step)
+
+    def first_sums(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
+        """Returns the sums of a first step, for which pass 1 takes the place of a step before."""
+        self._left = None
+        return self._pass_one.sums_of_parts(parts, ranks)
 
     def _received(self, buckets: Sequence[Bucket], ranks: Collective) -> Left:
         is_first = self._reduction is None

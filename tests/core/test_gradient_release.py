@@ -73,7 +73,11 @@ def train(model: Net, optimizer: FusedAdamS, steps: range, after: Callable[[], o
         loss_of(model, t).backward()
         after()
         optimizer.step()
-        logged.append((float(optimizer.exp_avg_sq_mean), pytest.approx(float(optimizer.grad_norm), rel=1e-12)))
+        mean = float(optimizer.exp_avg_sq_mean)
+        # A first step that is taken by parts adds them up in another order.
+        logged.append(
+            (mean if t else pytest.approx(mean, rel=1e-14), pytest.approx(float(optimizer.grad_norm), rel=1e-12))
+        )
     return logged
 
 

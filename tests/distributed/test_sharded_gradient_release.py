@@ -60,15 +60,17 @@ def trained(build: Callable[[], nn.Module], gathered: int | None, **options: Any
     def step(optimizer: FusedAdamS) -> None:
         left.append(sum(param.grad is not None for param in model.parameters()))
         optimizer.step()
+        if gathered is None:
+            release.remove()
 
     means, state = [], None
     for steps in (range(6), range(6, 12)):
         optimizer = FusedAdamS(param_groups(model), lr=LR, schedule="lagged", **options)
         if state is not None:
             optimizer.load_state_dict(state)
-        if gathered is not None:
-            gradient_release.GATHERED_BYTES = gathered
-            optimizer.release_gradients()
+        # Ordinary steps too begin with a first one that is taken by parts: it rounds the mean in another way.
+        gradient_release.GATHERED_BYTES = gathered or 1 << 30
+        release = optimizer.release_gradients()
         record = train(model, optimizer, steps, part_of(build), step=step)
         means += list(zip(record.means, record.grad_norms, strict=True))
         state = optimizer.state_dict()
