@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from swd_fused.arguments import check_group
+from swd_fused.options import check_group
 
 
 class Active(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from swd_fused.active import Active
-from swd_fused.arguments import check_grads, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
-from swd_fused.options import Options
+from swd_fused.options import Options, check_grads
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
+from swd_fused.state import check_state
 from swd_fused.upload import upload
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Bucket:
         self._versions = _versions(self.averaged)
 
     def set_hyper(self, param_groups: list[dict[str, Any]]) -> None:
-        rows = hyper_rows(param_groups, self.options.decay, self.options.bias_correction)
+        rows = hyper_rows(param_groups, self.options.decay)
         if self._hyper is None or self._hyper.numbers != rows:
             self._hyper = Hyper(rows, self.device)
         self._hyper.set_tensor_lrs(param_groups)
@@ -188,6 +188,9 @@ class Arrangement:
         self.buckets = buckets
         self._active = active._replace(grads=[])
         self._amsgrads = amsgrads
+
+    def has_more_groups_than(self, amsgrads: list[bool]) -> bool:
+        return len(self._amsgrads) > len(amsgrads)
 
     def serves(self, active: Active, amsgrads: list[bool]) -> bool:
         return (

@@ -13,8 +13,6 @@ from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.bucket import Bucket
 from swd_fused.loss_scale import LossScale
 
-NAMES = ("auto", "cpu", "triton", "torch")
-
 
 class Backend(Protocol):
     """The two passes of a step and what goes with them. Results are tensors of the bucket's device.

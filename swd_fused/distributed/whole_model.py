@@ -76,7 +76,11 @@ class WholeModel:
     ) -> tuple[Tensor, Tensor]:
         """Of v and of steps over all state, since wrappers show one group at a time."""
         group_of = {param: group for group in groups for param in group["params"]}
-        params = [(param, group_of.get(param, {})) for param, values in state.items() if "exp_avg_sq" in values]
+        params = [
+            (param, group_of.get(param, {}))
+            for param, values in state.items()
+            if isinstance(param, Tensor) and "exp_avg_sq" in values
+        ]
         states = [(self.sharding_of(param, group), state[param]) for param, group in params]
         return known_sum.sums_of_state(states, self.collective_of(params))
 
