@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.arguments import check_adamw_weight_decay
 from swd_fused.buckets import Buckets
-from swd_fused.options import Options
+from swd_fused.options import Options, check_match_adamw
 from swd_fused.schedule import Hyper, hyper_rows
 
 
@@ -30,7 +29,7 @@ class InAdamWTerms(Optimizer):
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        rows = hyper_rows(self.param_groups, self.options.decay, self.options.bias_correction)
+        rows = hyper_rows(self.param_groups, self.options.decay)
         hyper = Hyper(rows, self.exp_avg_sq_mean.device)
         hyper.set_tensor_lrs(self.param_groups)
         decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
@@ -42,7 +41,7 @@ class InAdamWTerms(Optimizer):
         Sets `weight_decay` in each group that decays at all: at once from the last step's mean, if there is one, and
         exactly in the next step, which knows its own mean and waits for the device this once.
         """
-        check_adamw_weight_decay(weight_decay, self.options.decay)
+        check_match_adamw(weight_decay, self.options.decay, self.param_groups)
         self._adamw_weight_decay = weight_decay
         if 0 < self.exp_avg_sq_mean < math.inf:
             self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)

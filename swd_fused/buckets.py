@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused.arguments import check_grads, check_group, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.element_numbers import element_numbers
-from swd_fused.options import Options
+from swd_fused.options import Options, check_grads, check_group
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
+from swd_fused.state import check_state
 from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Bucket:
         self._versions = self._moment_versions()
 
     def set_hyper(self, groups: Sequence[Group]) -> None:
-        rows = hyper_rows(groups, self.options.decay, self.options.bias_correction)
+        rows = hyper_rows(groups, self.options.decay)
         if self._hyper is None or self._hyper.numbers != rows:
             self._hyper = Hyper(rows, self.device)
         self._hyper.set_tensor_lrs(groups)
