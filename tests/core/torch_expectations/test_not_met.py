@@ -116,7 +116,7 @@ def test_a_parameter_twice_in_one_group(make: Make) -> None:
     params = params_like((4,))
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
         adamw([*params, *params])
-    with pytest.raises(ValueError, match="twice|duplicate"):
+    with pytest.raises(ValueError, match=r"twice|duplicate"):
         make([*params, *params])
 
 
