@@ -152,6 +152,10 @@ class FromCallerInParts:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts again from the state, after steps of another kind."""
         self._sum: Tensor | None = None  # of v, before the step that calls belong to
         self._steps: Tensor | None = None
         self._next: tuple[Tensor, Tensor] | None = None  # both, after it
