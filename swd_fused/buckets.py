@@ -189,8 +189,16 @@ class Bucket:
         return self._has_stepped
 
     def count_writes(self) -> None:
-        """Advances torch's counters of writes to parameters, for backends that write through addresses."""
-        torch.autograd.graph.increment_version(self._counted_params)
+        """Advances torch's counters of writes to parameters, for backends that write through addresses.
+
+        Not of those without a gradient: in a backward pass autograd may still need them, and would refuse to go on.
+        """
+        if self.has_all_grads:
+            written = self._counted_params
+        else:
+            pairs = zip(self.params, self.grads, strict=True)
+            written = [param for param, grad in pairs if grad is not None and not param.is_inference()]
+        torch.autograd.graph.increment_version(written)
 
     def note_step(self, may_have_been_skipped: bool) -> None:
         """Remembers that a step was taken, and accepts the parameters as it has left them."""

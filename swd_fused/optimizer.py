@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any, overload
@@ -23,6 +24,7 @@ from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
+from swd_fused.gradient_release import GradientRelease
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -132,6 +134,7 @@ class FusedAdamS(InAdamWTerms):
     _step_before: StepBefore
     _in_parts: FromCallerInParts
     _last: StepScalars | Tensor
+    _gradient_release: GradientRelease | None = None  # neither copied nor pickled
 
     @_disable_dynamo
     def __init__(
@@ -261,6 +264,9 @@ class FusedAdamS(InAdamWTerms):
         is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
         elements, a call may step some of the parameters only, and ranks need not communicate.
         """
+        if self._gradient_release is not None:
+            self._gradient_release.end_step(closure, grad_sumsq, numel)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -274,6 +280,26 @@ class FusedAdamS(InAdamWTerms):
         else:
             self._eager_step(grad_sumsq, numel)
         return loss
+
+    def release_gradients(self) -> GradientRelease:
+        """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
+
+        Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
+        step keeps its gradients, since it is exact. `remove()` of what is returned ends gradient release.
+
+        Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
+        gradients too late. Not with clipping or GradScaler, which need all gradients first.
+        """
+        if self._gradient_release is None:
+            self._gradient_release = GradientRelease(self)
+        return self._gradient_release
+
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
+
+        Without `release_gradients()` they do so anyway.
+        """
+        return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
     def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         check_not_in_backward(grad_sumsq)

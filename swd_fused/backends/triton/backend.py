@@ -65,6 +65,7 @@ class TritonBackend:
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
         plan: Plan = bucket.plan
+        plan.last = None
         totals = plan.new_totals(bucket)
         number = (
             exp_avg_sq_mean,
