@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused.arguments import check_grads, check_group, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.element_numbers import element_numbers
-from swd_fused.options import Options
+from swd_fused.options import Options, check_grads, check_group
 from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
+from swd_fused.state import check_state
 from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Bucket:
             entry.staged["step"] = view
         self._sums: Tensor | None = None
         self.note_versions()
-        self._param_versions: list[int] = []  # not yet looked at
+        self._param_versions = [-1] * len(entries)  # not yet looked at
         self.grads: list[Tensor | None] = []
         self.has_all_grads = True
         self.has_grad: Tensor  # by tensor
@@ -189,7 +189,8 @@ class Bucket:
 
     def note_step(self, may_have_been_skipped: bool) -> None:
         """Remembers that a step was taken, and accepts the parameters as it has left them."""
-        self._param_versions = self._versions_of_params() if self.masters else []
+        if self.masters:
+            self._accept_params()
         if not may_have_been_skipped and self.numel:
             self._has_stepped = True
 
@@ -223,19 +224,21 @@ class Bucket:
 
     def follow_params(self) -> None:
         """Updates masters after someone has written to parameters, loading a model for instance: where a master no
-        longer rounds to its parameter it takes the parameter's value."""
+        longer rounds to its parameter it takes the parameter's value. Those without a gradient follow later."""
         if not self.masters or self._param_versions == self._versions_of_params():
             return
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
-        self._param_versions = self._versions_of_params()
+        versions = zip(self._param_versions, self._versions_of_params(), self._present, strict=True)
+        for (seen, version, is_present), param, master in zip(versions, self.params, self.masters, strict=True):
+            if is_present and seen != version:
+                master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+        self._accept_params()
 
     def note_versions(self) -> None:
         """Accepts the second moments as they are. To be called by whoever writes to them in a way that torch counts."""
         self._versions = self._moment_versions()
 
     def set_hyper(self, groups: Sequence[Group]) -> None:
-        rows = hyper_rows(groups, self.options.decay, self.options.bias_correction)
+        rows = hyper_rows(groups, self.options.decay)
         if self._hyper is None or self._hyper.numbers != rows:
             self._hyper = Hyper(rows, self.device)
         self._hyper.set_tensor_lrs(groups)
@@ -264,6 +267,11 @@ class Bucket:
     def _moment_versions(self) -> list[int]:
         key = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
         return _versions(self._whole_moments[key], self.averaged if self._has_views else ())
+
+    def _accept_params(self) -> None:
+        """Takes the parameters that have a gradient as they are for what their masters round to."""
+        versions = zip(self._param_versions, self._versions_of_params(), self._present, strict=True)
+        self._param_versions = [version if is_present else seen for seen, version, is_present in versions]
 
     def _versions_of_params(self) -> list[int]:
         return _versions(self._whole_params, self._local_params if self._has_views else ())
@@ -429,9 +437,10 @@ def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
 
 
 def _versions(tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> list[int]:
-    """torch's counters of in-place changes. Those of a DTensor count on it or on its local part, depending on how it
-    was written to."""
+    """Returns torch's counters of in-place changes. Those of a DTensor count on it or on its local part, depending on
+    how it was written to: so both are added."""
     try:
-        return [tensor._version for tensor in chain(tensors, locals_)]
+        versions = [tensor._version for tensor in tensors]
     except RuntimeError:  # tensors made in inference mode have none
-        return [0 if tensor.is_inference() else tensor._version for tensor in chain(tensors, locals_)]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [sum(both) for both in zip(versions, _versions(locals_, ()), strict=True)] if locals_ else versions

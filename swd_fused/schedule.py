@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.options import Decay
 from swd_fused.upload import moved, upload
 
 
@@ -139,21 +140,20 @@ class Hyper:
                 self.column("lr")[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
 
 
-def hyper_rows(
-    groups: Sequence[Mapping[str, Any]], decay: str = "scheduled", bias_correction: bool = True
-) -> list[HyperRow]:
+def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: Decay = "scheduled") -> list[HyperRow]:
+    """Returns the table's rows. Betas that are tensors are read, which waits for their device if it is not the CPU."""
     return [
         HyperRow(
             -1.0 if isinstance(group["lr"], Tensor) else max(0.0, group["lr"]),
-            group["betas"][0],
-            group["betas"][1],
+            float(group["betas"][0]),
+            float(group["betas"][1]),
             group["eps"],
-            group["weight_decay"] if decay == "scheduled" else 0.0,
+            group["weight_decay"] if decay == "scheduled" and group.get("adamw_weight_decay") is None else 0.0,
             group["max_decay"],
             -1.0 if group["maximize"] else 1.0,
-            group["weight_decay"] if decay == "decoupled" else 0.0,
+            group["weight_decay"] if decay == "decoupled" else group.get("adamw_weight_decay") or 0.0,
             group["weight_decay"] if decay == "l2" else 0.0,
-            float(bias_correction),
+            float(group.get("bias_correction", True)),
         )
         for group in groups
     ]

@@ -243,12 +243,14 @@ def checked_grad_sq(
         raise ValueError(
             "step got grad_sumsq with amsgrad=True, whose maxima do not follow from it. Call step() without."
         )
-    beta2s = {group["betas"][1] for group in groups}
-    if len(beta2s) > 1:
-        raise ValueError(
-            f"step got grad_sumsq with groups of different betas, {sorted(beta2s)}: how the sum is spread over them "
-            "would have to be known too. Call step() without, or use one value."
-        )
+    beta2s = {float(group["betas"][1]) for group in groups}
+    corrects_bias = {group["bias_correction"] for group in groups}
+    for name, values in (("betas", beta2s), ("bias_correction", corrects_bias)):
+        if len(values) > 1:
+            raise ValueError(
+                f"step got grad_sumsq with groups of different {name}, {sorted(values)}: how the sum is spread over "
+                "them would have to be known too. Call step() without, or use one value."
+            )
     return value
 
 

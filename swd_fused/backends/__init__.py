@@ -13,8 +13,6 @@ from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.buckets import Bucket
 from swd_fused.schedule import Gate, StepScalars
 
-NAMES = ("auto", "cpu", "triton", "torch")
-
 
 class Backend(Protocol):
     """The two passes of a step over a bucket. Results are float64 tensors of the bucket's device.
