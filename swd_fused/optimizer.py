@@ -35,9 +35,11 @@ from swd_fused.options import (
     check_not_in_backward,
     check_params,
     check_schedule,
+    check_some_group_decays,
     check_total_numel,
     check_total_numel_covers,
     check_use_of_precision,
+    checked_calibration,
     checked_options,
 )
 from swd_fused.schedule import Gate, StepScalars
@@ -77,7 +79,6 @@ ATTRIBUTES = (
     "_sharded_over",
     "exp_avg_sq_mean",
     "grad_norm",
-    "_adamw_weight_decay",
 )
 
 
@@ -95,7 +96,7 @@ class FusedAdamS(InAdamWTerms):
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominators, including the schedule's.
-        weight_decay: the paper's lambda.
+        weight_decay: the paper's lambda. It acts like AdamW's value times the model's rms gradient.
         amsgrad: the paper's AMSGradS.
         maximize: ascend instead of descend.
 
@@ -105,6 +106,10 @@ class FusedAdamS(InAdamWTerms):
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
         schedule: "exact", or "lagged", which uses the mean of the step before and so needs one pass over memory
             instead of two. A first step is always exact.
+        adamw_weight_decay: weight decay in AdamW's terms, in place of `weight_decay`: the first `calibration_steps`
+            decay as AdamW would with this value, and the schedule continues from there. Groups with `weight_decay=0`
+            do not decay.
+        calibration_steps: 100 by default. The warm-up is a good choice.
         decay: "scheduled", the paper's; or, for comparisons with all else equal, "decoupled", AdamW's, or "l2",
             Adam's, for which `weight_decay` means what it does there and the schedule is not used.
 
@@ -145,6 +150,8 @@ class FusedAdamS(InAdamWTerms):
         # The decay
         max_decay: float = 0.1,
         schedule: Schedule = "exact",
+        adamw_weight_decay: float | None = None,
+        calibration_steps: int | None = None,
         decay: Decay = "scheduled",
         # Mixed precision
         master_weights: bool = False,
@@ -173,9 +180,8 @@ class FusedAdamS(InAdamWTerms):
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         self._sharded_over = ShardedOver.checked(process_group)
-        self._adamw_weight_decay = None
         self._handle = new_handle(self)
-        self._decay_warning = DecayWarning()
+        self._decay_warning = DecayWarning(is_fresh=True)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = StepBefore(self._pass_one)
         self._forget()
@@ -187,6 +193,7 @@ class FusedAdamS(InAdamWTerms):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "max_decay": max_decay,
+            **checked_calibration(adamw_weight_decay, calibration_steps, self.options.decay),
             "bias_correction": compatibility.get("bias_correction", True),
         }
         check_new_group({}, defaults)
@@ -198,6 +205,7 @@ class FusedAdamS(InAdamWTerms):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
+        check_some_group_decays(adamw_weight_decay, self.param_groups)
         check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
 
     @_disable_dynamo
@@ -215,10 +223,19 @@ class FusedAdamS(InAdamWTerms):
             self._backend_of(param)
         here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
         check_total_numel_covers(self.total_numel, here)
-        param_group = {**param_group, "params": params}
+        param_group = {**param_group, "params": params, **self._calibration_of(param_group)}
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
+
+    def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+        if "adamw_weight_decay" in group:
+            steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
+            return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
+        if group.get("weight_decay") == 0:
+            return checked_calibration(None, None, self.options.decay)
+        return {}
 
     # --- The step
 
@@ -303,6 +320,7 @@ class FusedAdamS(InAdamWTerms):
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
                 return self._take_step(grads, grad_sumsq, numel)
+        self._end_calibration()
         self._decay_warning.warn()
         ranks = self.collective(check=grad_sumsq is None)
         if ranks.is_local and not any(map(is_not, grads, repeat(None))):
@@ -344,7 +362,7 @@ class FusedAdamS(InAdamWTerms):
     def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars | None:
         """Takes both passes as one call, where there is a single local bucket and its backend offers that."""
         is_single_local_bucket = len(buckets) == 1 and ranks.is_local and self.total_numel is None
-        if not is_single_local_bucket or self._adamw_weight_decay is not None:
+        if not is_single_local_bucket:
             return None
         bucket, lagged = buckets[0], source is self._step_before
         if lagged and not bucket.is_known_to_have_stepped():
@@ -360,8 +378,6 @@ class FusedAdamS(InAdamWTerms):
         grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
         mean = sums.mean(grad_factor, self.total_numel)
         skip = skip_on_all_ranks(gate, sums.grad_sq, ranks)
-        if self._adamw_weight_decay is not None:
-            self._match_adamw_now(mean)
         grad_sqs = [
             bucket.backend.pass2(
                 bucket,
@@ -386,6 +402,8 @@ class FusedAdamS(InAdamWTerms):
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)
         if self.options.decay == "scheduled":
+            if not self._in_parts.goes_on:
+                self._count_calibration_step()
             self._decay_warning.note(self.exp_avg_sq_mean, self.param_groups)
 
     def _needs_one_pass(self) -> bool:
@@ -437,6 +455,7 @@ class FusedAdamS(InAdamWTerms):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them."""
+        self._end_calibration()  # a resumed run would not know the mean that it waits for
         state_dict = super().state_dict()
         groups = [
             {key: value for key, value in group.items() if key != "process_group"}
@@ -474,8 +493,9 @@ class FusedAdamS(InAdamWTerms):
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # pickles of older versions have none
-            group.setdefault("bias_correction", True)
+        for group in self.param_groups:  # pickles of older versions have none of these
+            for key, value in (("bias_correction", True), ("adamw_weight_decay", None), ("calibration_steps", 0)):
+                group.setdefault(key, value)
         self._handle = new_handle(self)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)

@@ -29,6 +29,8 @@ GROUP_OPTIONS = (
     "amsgrad",
     "maximize",
     "max_decay",
+    "adamw_weight_decay",
+    "calibration_steps",
     "bias_correction",
     "process_group",
 )
@@ -345,6 +347,39 @@ def check_not_in_backward(grad_sumsq: object) -> None:
             "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
             "are. Call step() after backward(); or pass what the step before knew, step(grad_sumsq=..., numel=...), "
             "for a schedule that lags by one step."
+        )
+
+
+CALIBRATION_STEPS = 100
+
+
+def checked_calibration(weight_decay: float | None, steps: int | None, decay: Decay) -> dict[str, Any]:
+    """Returns `adamw_weight_decay` and `calibration_steps` as a group has them."""
+    if weight_decay is None:
+        if steps:
+            raise ValueError(
+                f"FusedAdamS got calibration_steps={steps!r} without adamw_weight_decay, which needs them."
+            )
+        return {"adamw_weight_decay": None, "calibration_steps": 0}
+    if decay != "scheduled":
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={weight_decay!r} with decay={decay!r}, which is AdamW's or Adam's own. "
+            "Use weight_decay."
+        )
+    if not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(_message("adamw_weight_decay", weight_decay, "a finite number >= 0, as AdamW takes it"))
+    steps = CALIBRATION_STEPS if steps is None else steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(_message("calibration_steps", steps, "a whole number > 0", "The warm-up is a good choice."))
+    return {"adamw_weight_decay": weight_decay, "calibration_steps": steps}
+
+
+def check_some_group_decays(adamw_weight_decay: float | None, groups: Sequence[Mapping[str, Any]]) -> None:
+    if adamw_weight_decay and not any(group["adamw_weight_decay"] for group in groups):
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r}, but all parameter groups have weight_decay=0 "
+            "and so do not decay. Leave weight_decay out of the groups that should (in Hugging Face's "
+            "TrainingArguments give it the same value as adamw_weight_decay)."
         )
 
 

@@ -148,10 +148,10 @@ def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: Decay = "scheduled") 
             float(group["betas"][0]),
             float(group["betas"][1]),
             group["eps"],
-            group["weight_decay"] if decay == "scheduled" else 0.0,
+            group["weight_decay"] if decay == "scheduled" and group.get("adamw_weight_decay") is None else 0.0,
             group["max_decay"],
             -1.0 if group["maximize"] else 1.0,
-            group["weight_decay"] if decay == "decoupled" else 0.0,
+            group["weight_decay"] if decay == "decoupled" else group.get("adamw_weight_decay") or 0.0,
             group["weight_decay"] if decay == "l2" else 0.0,
             float(group.get("bias_correction", True)),
         )
