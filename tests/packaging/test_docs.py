@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,7 +36,28 @@ def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
             raise
 
 
+@pytest.fixture
+def _as_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sets what torchrun does for one rank, and ends the process group that a page begins."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the port is that of the store above
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @each_page
+@pytest.mark.usefixtures("_as_by_torchrun")
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
