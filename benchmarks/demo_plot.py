@@ -67,7 +67,7 @@ def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
 
 def draw(table: Path, picture: Path) -> None:
     steps = read_steps(table)
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     panels = figure.subplots(2, sharex=True)
     draw_gradients(panels[0], steps)
     draw_weight_decay(panels[1], steps)

@@ -29,16 +29,20 @@ def anchors(page: Path) -> set[str]:
 
 
 def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
+    """Runs a block, and ends the process group that it or a framework has begun: each recipe begins one of its own."""
     try:
         exec(compile(block, page.name, "exec"), namespace)
     except ModuleNotFoundError as error:
         if error.name not in FRAMEWORKS:
             raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.fixture
 def _as_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sets what torchrun does for one rank, and ends the process group that a page begins."""
+    """Sets what torchrun does for one rank, and serves the store that it would."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     variables = {
         "RANK": "0",
@@ -52,8 +56,7 @@ def _as_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    del store
 
 
 @each_page
