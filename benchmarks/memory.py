@@ -37,9 +37,9 @@ CHOICES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
         {"master_weights": True, "state_dtype": torch.bfloat16},
     ),
     (
-        "bfloat16, stochastic rounding, both moments bfloat16",
+        "bfloat16, stochastic rounding, first moment bfloat16",
         torch.bfloat16,
-        {"stochastic_rounding": True, "state_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+        {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Weight decay for people who think in AdamW's."""
+"""Weight decay in AdamW's terms: what the schedule acts like, and how to make it start from AdamW's value."""
 
 from __future__ import annotations
 
@@ -10,53 +10,76 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.arguments import check_adamw_weight_decay
-from swd_fused.buckets import Buckets
-from swd_fused.options import Options
+from swd_fused.options import Options, check_match_adamw
 from swd_fused.schedule import Hyper, hyper_rows
 
 
 class InAdamWTerms(Optimizer):
-    """The part of FusedAdamS that translates."""
+    """The part of FusedAdamS that translates between its own weight decay and AdamW's.
+
+    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value. When its `calibration_steps`
+    have been taken, `weight_decay` is set so that the schedule would have decayed as much in the last of them, and the
+    schedule takes over. Both are entries of the group, so they are saved and loaded with it.
+    """
 
     param_groups: list[dict[str, Any]]
     exp_avg_sq_mean: Tensor
+    grad_norm: Tensor
+    skipped_steps: Tensor
     options: Options
-    _buckets: Buckets
-    _adamw_weight_decay: float | None
 
     def effective_weight_decay(self) -> list[float]:
-        """For each group, the `weight_decay` with which AdamW would shrink the weights as much as this does now.
+        """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        rows = hyper_rows(self.param_groups, self.options.decay, self.options.bias_correction)
-        hyper = Hyper(rows, self.exp_avg_sq_mean.device)
+        self._end_calibration()
+        hyper = Hyper(hyper_rows(self.param_groups, self.options.decay), self.exp_avg_sq_mean.device)
         hyper.set_tensor_lrs(self.param_groups)
         decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
         return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
 
+    def metrics(self) -> dict[str, float]:
+        """Returns what is worth logging of the last step. Waits for the device.
+
+        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
+        `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
+        """
+        decays = zip(self.param_groups, self.effective_weight_decay(), strict=True)
+        return {
+            "grad_norm": float(self.grad_norm),
+            "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
+            **{
+                f"effective_weight_decay/{group.get('name', index)}": decay
+                for index, (group, decay) in enumerate(decays)
+            },
+            "skipped_steps": float(self.skipped_steps),
+        }
+
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
 
-        Sets `weight_decay` in each group that decays at all: at once from the last step's mean, if there is one, and
-        exactly in the next step, which knows its own mean and waits for the device this once.
+        Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
         """
-        check_adamw_weight_decay(weight_decay, self.options.decay)
-        self._adamw_weight_decay = weight_decay
-        if 0 < self.exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(weight_decay, self.exp_avg_sq_mean)
-
-    def _match_adamw_now(self, exp_avg_sq_mean: Tensor) -> None:
-        """Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing."""
-        if self._adamw_weight_decay is not None and 0 < exp_avg_sq_mean < math.inf:
-            self._set_weight_decay(self._adamw_weight_decay, exp_avg_sq_mean)
-            self._adamw_weight_decay = None
-
-    def _set_weight_decay(self, adamw_weight_decay: float, exp_avg_sq_mean: Tensor) -> None:
-        rms = float(exp_avg_sq_mean.sqrt())
+        check_match_adamw(weight_decay, self.options.decay, self.param_groups)
         for group in self.param_groups:
             if group["weight_decay"] > 0:
-                group["weight_decay"] = adamw_weight_decay * (rms + group["eps"])
-        for bucket in self._buckets.current:
-            bucket.set_hyper(self.param_groups)
+                group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+
+    def _count_calibration_step(self) -> None:
+        for group in self.param_groups:
+            if group["calibration_steps"]:
+                group["calibration_steps"] -= 1
+
+    def _end_calibration(self) -> None:
+        """Lets the schedule take over in groups that have taken their last step of calibration.
+
+        Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
+        """
+        for group in self.param_groups:
+            if group["adamw_weight_decay"] is None or group["calibration_steps"]:
+                continue
+            mean = float(self.exp_avg_sq_mean)
+            if 0 < mean < math.inf:
+                group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
+                group["adamw_weight_decay"] = None

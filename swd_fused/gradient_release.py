@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from swd_fused.arguments import check_can_release, check_step_of_released, second_gradient
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.distributed.wrappers import refuse_late_reduction
+from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars, scalar_dtype
 from swd_fused.upload import moved
 
@@ -144,6 +144,7 @@ class GradientRelease:
             if not self._knows_wrappers:  # the model may have been wrapped in the meantime
                 refuse_late_reduction(optimizer.numbered_params())
                 self._knows_wrappers = True
+            optimizer._end_calibration()
             optimizer._decay_warning.warn()
             self._step = ReleasedStep(optimizer._buckets, keeps_gradients=not has_state(optimizer))
         return self._step
@@ -165,7 +166,6 @@ class GradientRelease:
                     return
                 sums = optimizer._step_before.sums(buckets, NO_GATE, ranks)
                 step.mean = sums.mean(None, optimizer.total_numel)
-                optimizer._match_adamw_now(step.mean)
             for bucket in buckets:
                 if bucket.present_grads:
                     mean = moved(step.mean, bucket.device)
@@ -192,7 +192,6 @@ class GradientRelease:
         else:
             sums = optimizer._step_before.first_sums(map(self._buckets_without_state, parts), ranks)
         step.mean = sums.mean(None, optimizer.total_numel)
-        optimizer._match_adamw_now(step.mean)
         for part in parts or [[]]:
             self._release(step, part)
         self._end(step, step.mean, sums.grad_sq)
@@ -238,7 +237,7 @@ class GradientRelease:
 
 
 def has_state(optimizer: FusedAdamS) -> bool:
-    return any("exp_avg_sq" in state for state in optimizer.state.values())
+    return any(isinstance(state, dict) and "exp_avg_sq" in state for state in optimizer.state.values())
 
 
 def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:
@@ -289,3 +288,49 @@ class StreamOrder:
     def end(self, params: Iterable[Tensor]) -> None:
         for device in {param.device for param in params if param.is_cuda}:
             self._last[device] = torch.cuda.current_stream(device).record_event()
+
+
+# --- What gradient release does not go with
+
+
+def check_can_release(needs_one_pass: bool, max_grad_norm: float | None, options: Options) -> None:
+    if max_grad_norm is not None or options.skip_nonfinite:
+        got = "skip_nonfinite=True" if max_grad_norm is None else f"max_grad_norm={max_grad_norm!r}"
+        raise ValueError(
+            f"release_gradients was called with {got}, which needs the norm of all gradients before the first update. "
+            "Leave that out, or gradient release."
+        )
+    if not needs_one_pass:
+        raise ValueError(
+            'release_gradients was called with schedule="exact": its mean is not known before all gradients are. Use '
+            'schedule="lagged", whose mean is that of the step before.'
+        )
+
+
+def check_step_of_released(has_closure: bool, gives_sum: bool, is_scaled: bool) -> None:
+    """What `step` cannot be told after gradients were released."""
+    if has_closure:
+        raise RuntimeError(
+            "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "
+            "runs the backward pass. Call backward() first, then step() without it."
+        )
+    if gives_sum:
+        raise RuntimeError(
+            "FusedAdamS.step() got the gradients' sum of squares with release_gradients() on, after most of them were "
+            'stepped and freed. Use one of the two: grad_sumsq, or gradient release with schedule="lagged".'
+        )
+    if is_scaled:
+        raise RuntimeError(
+            "FusedAdamS.step() was called by a GradScaler with release_gradients() on: the loss scale, and whether to "
+            "skip the step, come after most gradients were stepped and freed. Train in bfloat16, which needs no loss "
+            "scaling, or without gradient release."
+        )
+
+
+def second_gradient(param: Tensor) -> str:
+    return (
+        f"A parameter of shape {tuple(param.shape)} got a second gradient before optimizer.step(), but with "
+        "release_gradients() on its first gradient is used up. To accumulate gradients over several backward passes "
+        "run all but the last within optimizer.accumulate_gradients(). After a backward pass that has failed call "
+        "optimizer.zero_grad() and optimizer.step(), which ends the step for the parameters that have taken it."
+    )

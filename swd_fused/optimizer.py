@@ -14,31 +14,47 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from swd_fused import backends
 from swd_fused.adamw_terms import InAdamWTerms
-from swd_fused.arguments import (
-    check_flags,
-    check_group,
-    check_lr_value,
-    check_not_in_backward,
-    check_options,
-    check_param,
-    check_total_numel,
-    checked_decay,
-)
 from swd_fused.buckets import Bucket, Buckets
-from swd_fused.checkpoint import loaded_group, loaded_state, saved_by_param, with_own_steps
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
-from swd_fused.distributed.sharding import ShardedOver, is_distributed
+from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
 from swd_fused.gradient_release import GradientRelease
-from swd_fused.options import Options
-from swd_fused.precision import check_precision, check_use_of_precision
+from swd_fused.options import (
+    BackendName,
+    Compatibility,
+    Decay,
+    Options,
+    Schedule,
+    check_backend_name,
+    check_compatibility,
+    check_new_group,
+    check_not_in_backward,
+    check_params,
+    check_schedule,
+    check_some_group_decays,
+    check_total_numel,
+    check_total_numel_covers,
+    check_use_of_precision,
+    checked_calibration,
+    checked_options,
+)
 from swd_fused.schedule import Gate, StepScalars
-from swd_fused.state import initialized
+from swd_fused.state import (
+    adopt_masters,
+    check_state_dict,
+    initialized,
+    loaded_group,
+    loaded_state,
+    other_entries,
+    saved_by_param,
+    with_separate_steps,
+)
 from swd_fused.sums import (
     FromCaller,
     FromCallerInParts,
@@ -63,9 +79,7 @@ ATTRIBUTES = (
     "set_grad_none",
     "skipped_steps",
     "_sharded_over",
-    "exp_avg_sq_mean",
-    "grad_norm",
-    "_adamw_weight_decay",
+    "_last",
 )
 
 
@@ -77,33 +91,41 @@ class FusedAdamS(InAdamWTerms):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
-            groups.
+            groups. A group may have its own `lr`, `betas`, `eps`, `weight_decay`, `amsgrad`, `maximize`, `max_decay`,
+            `bias_correction` and `process_group`; the other options hold for all groups.
+
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
-        eps: added to the denominators, that of the schedule too.
-        weight_decay: the paper's lambda.
+        eps: added to the denominators, including the schedule's.
+        weight_decay: the paper's lambda. It acts like AdamW's value times the model's rms gradient.
         amsgrad: the paper's AMSGradS.
         maximize: ascend instead of descend.
+
         max_grad_norm: clip the gradients' global norm within the step. `param.grad` is left as it is.
+        skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
+
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
         schedule: "exact", or "lagged", which uses the mean of the step before and so needs one pass over memory
             instead of two. A first step is always exact.
-        process_group: over which ranks to sum, where parameters are plain tensors that are shards or different from
-            rank to rank. A group of parameters may have a `process_group` of its own. DTensors say so themselves.
-        total_numel: number of elements of the whole model, where shards are padded.
-        decay: "scheduled", the paper's; or for comparison with all else equal "decoupled", AdamW's, or "l2", Adam's.
-            With these `weight_decay` is what it is there, and the schedule is not used.
+        adamw_weight_decay: weight decay in AdamW's terms, in place of `weight_decay`: the first `calibration_steps`
+            decay as AdamW would with this value, and the schedule continues from there. Groups with `weight_decay=0`
+            do not decay.
+        calibration_steps: 100 by default. The warm-up is a good choice.
+        decay: "scheduled", the paper's; or, for comparisons with all else equal, "decoupled", AdamW's, or "l2",
+            Adam's, for which `weight_decay` means what it does there and the schedule is not used.
+
         master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
-        stochastic_rounding: round bfloat16 parameters up or down by chance, so that small updates are not lost.
+        stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
         seed: of stochastic rounding. The same seed gives the same bits.
-        state_dtype: of the first moment, for example torch.bfloat16; by default float32, or float64 for float64.
-        exp_avg_sq_dtype: of the second moment. In bfloat16 it stalls: with a beta of 0.999 a step changes less of it
-            than it resolves.
-        skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
-        bias_correction, adam_w_mode, set_grad_none, capturable: as apex's FusedAdam has them. `adam_w_mode=False` is
-            `decay="l2"`. Steps on the "triton" backend can always be captured in a CUDA graph.
-        backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best there
-            is. `repr` tells which.
+        state_dtype: of the first moment, for example torch.bfloat16; by default float32, or float64 for float64
+            parameters. The second moment always has the default.
+
+        process_group: the ranks to sum over, where parameters are plain tensors that are shards or that differ from
+            rank to rank. DTensors carry this information themselves.
+        total_numel: number of elements of the whole model, where shards are padded.
+        backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
+            available. `repr` names the one in use.
+        compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
@@ -111,6 +133,7 @@ class FusedAdamS(InAdamWTerms):
     _buckets: Buckets
     _step_before: StepBefore
     _in_parts: FromCallerInParts
+    _last: StepScalars | Tensor
     _gradient_release: GradientRelease | None = None  # neither copied nor pickled
 
     @_disable_dynamo
@@ -118,61 +141,50 @@ class FusedAdamS(InAdamWTerms):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 5e-4,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        # The gradients
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        # The decay
         max_decay: float = 0.1,
-        schedule: str = "exact",
-        process_group: torch.distributed.ProcessGroup | None = None,
-        total_numel: int | None = None,
-        decay: str = "scheduled",
+        schedule: Schedule = "exact",
+        adamw_weight_decay: float | None = None,
+        calibration_steps: int | None = None,
+        decay: Decay = "scheduled",
+        # Mixed precision
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
-        exp_avg_sq_dtype: torch.dtype | None = None,
-        skip_nonfinite: bool = False,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        backend: str = "auto",
+        # Where parameters are
+        process_group: torch.distributed.ProcessGroup | None = None,
+        total_numel: int | None = None,
+        backend: BackendName = "auto",
+        **compatibility: Unpack[Compatibility],
     ) -> None:
-        check_options(max_grad_norm, schedule, backend)
+        check_compatibility(compatibility)
+        adam_w_mode = compatibility.get("adam_w_mode", True)
+        self.options = checked_options(
+            decay, adam_w_mode, master_weights, stochastic_rounding, seed, state_dtype, skip_nonfinite
+        )
+        check_schedule(schedule, max_grad_norm, self.options)
+        check_backend_name(backend)
         check_total_numel(total_numel)
-        check_precision(master_weights, stochastic_rounding, seed, state_dtype, exp_avg_sq_dtype)
-        check_flags(
-            skip_nonfinite=skip_nonfinite,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-        )
-        decay = checked_decay(decay, adam_w_mode, schedule, skip_nonfinite)
-        self.options = Options(
-            decay,
-            bias_correction,
-            master_weights,
-            seed if stochastic_rounding else None,
-            state_dtype,
-            exp_avg_sq_dtype,
-            skip_nonfinite,
-        )
-        self.set_grad_none = set_grad_none
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.max_grad_norm = max_grad_norm
         self.schedule = schedule
         self.total_numel = total_numel
         self.backend = backend
+        self.set_grad_none = compatibility.get("set_grad_none", True)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         self._sharded_over = ShardedOver.checked(process_group)
-        self._adamw_weight_decay = None
         self._handle = new_handle(self)
-        self._decay_warning = DecayWarning()
+        self._decay_warning = DecayWarning(is_fresh=True)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = StepBefore(self._pass_one)
         self._forget()
@@ -184,8 +196,10 @@ class FusedAdamS(InAdamWTerms):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "max_decay": max_decay,
+            **checked_calibration(adamw_weight_decay, calibration_steps, self.options.decay),
+            "bias_correction": compatibility.get("bias_correction", True),
         }
-        check_group(defaults)
+        check_new_group({}, defaults)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
             params = list(params)  # type: ignore[assignment]
             if not params:
@@ -194,26 +208,37 @@ class FusedAdamS(InAdamWTerms):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
-        check_use_of_precision(self.options, [param.dtype for group in self.param_groups for param in group["params"]])
+        check_some_group_decays(adamw_weight_decay, self.param_groups)
+        check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_group({**self.defaults, **param_group})
-        check_lr_value(param_group.get("lr", self.defaults["lr"]))
+        check_new_group(param_group, self.defaults)
         params = param_group["params"]
         if isinstance(params, Tensor):
             params = [params]
         elif not isinstance(params, set):  # torch refuses sets, which have no order
             params = list(params)
-        for param in params:
-            tensor = param[1] if isinstance(param, tuple) else param
-            if isinstance(tensor, Tensor):
-                check_param(tensor)
-                self._backend_of(tensor)
-        param_group = {**param_group, "params": params}
+        named_or_not = [param[1] if isinstance(param, tuple) else param for param in params]
+        tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
+        check_params(tensors)
+        for param in tensors:
+            self._backend_of(param)
+        here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
+        check_total_numel_covers(self.total_numel, here)
+        param_group = {**param_group, "params": params, **self._calibration_of(param_group)}
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
+
+    def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+        if "adamw_weight_decay" in group:
+            steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
+            return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
+        if group.get("weight_decay") == 0:
+            return checked_calibration(None, None, self.options.decay)
+        return {}
 
     # --- The step
 
@@ -246,9 +271,11 @@ class FusedAdamS(InAdamWTerms):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if is_distributed():
+        if not torch.compiler.is_compiling():
+            self._eager_step(grad_sumsq, numel)
+        elif is_distributed():
             self._untraced_step(grad_sumsq, numel)
-        elif torch.compiler.is_compiling() and grad_sumsq is None and self.grad_sumsq_provider is None:
+        elif grad_sumsq is None and self.grad_sumsq_provider is None:
             self._step_within_a_graph()
         else:
             self._eager_step(grad_sumsq, numel)
@@ -322,6 +349,7 @@ class FusedAdamS(InAdamWTerms):
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
                 return self._take_step(grads, grad_sumsq, numel)
+        self._end_calibration()
         self._decay_warning.warn()
         ranks = self.collective(check=grad_sumsq is None)
         if ranks.is_local and not any(map(is_not, grads, repeat(None))):
@@ -338,7 +366,7 @@ class FusedAdamS(InAdamWTerms):
         buckets = self._buckets.begin(self.param_groups, self.state, grads)
         try:
             source = self._source(grads, grad_sq, numel)
-            scalars = self._fused_step(buckets, source, gate, ranks)
+            scalars: StepScalars | Tensor | None = self._fused_step(buckets, source, gate, ranks)
             if scalars is None:
                 scalars = self._step_in_passes(buckets, source, gate, ranks)
         finally:
@@ -351,19 +379,22 @@ class FusedAdamS(InAdamWTerms):
         if self._buckets.were_changed:
             self._step_before.forget()
         if grad_sq is None or numel is None:
-            self._in_parts = FromCallerInParts()
+            self._in_parts.forget()
             if grad_sq is not None:
                 return FromCaller(grad_sq)
             return self._step_before if self._needs_one_pass() else self._pass_one
         params = [param for param, grad in zip(self.numbered_params(), grads, strict=True) if grad is not None]
-        beta2, bias_correction = self.param_groups[0]["betas"][1], self.options.bias_correction
+        beta2, bias_correction = float(self.param_groups[0]["betas"][1]), self.param_groups[0]["bias_correction"]
         self._in_parts.begin(grad_sq, numel, beta2, bias_correction, params, self._stored_sum)
         return self._in_parts
 
-    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars | None:
-        """Takes both passes as one call, where there is a single local bucket and its backend offers that."""
+    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> Tensor | None:
+        """Takes both passes as one call, where there is a single local bucket and its backend offers that.
+
+        Returns StepScalars as one tensor: taking it apart takes longer than a small step needs for its sums.
+        """
         is_single_local_bucket = len(buckets) == 1 and ranks.is_local and self.total_numel is None
-        if not is_single_local_bucket or self._adamw_weight_decay is not None:
+        if not is_single_local_bucket:
             return None
         bucket, lagged = buckets[0], source is self._step_before
         if lagged and not bucket.is_known_to_have_stepped():
@@ -379,8 +410,6 @@ class FusedAdamS(InAdamWTerms):
         grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
         mean = sums.mean(grad_factor, self.total_numel)
         skip = skip_on_all_ranks(gate, sums.grad_sq, ranks)
-        if self._adamw_weight_decay is not None:
-            self._match_adamw_now(mean)
         grad_sqs = [
             bucket.backend.pass2(
                 bucket,
@@ -396,16 +425,20 @@ class FusedAdamS(InAdamWTerms):
             return StepScalars(mean, self._step_before.grad_norm(grad_sqs, gate, ranks), skip)
         return StepScalars(mean, gate.grad_norm(sums.grad_sq), skip)
 
-    def _record(self, scalars: StepScalars, gate: Gate) -> None:
+    def _record(self, scalars: StepScalars | Tensor, gate: Gate) -> None:
         """Keeps what users log, and what the next step wants to know."""
-        self.exp_avg_sq_mean, self.grad_norm, skip = scalars
-        if skip is not None and gate.may_skip and not self._in_parts.goes_on:
+        self._last = scalars
+        if gate.may_skip and not self._in_parts.goes_on:
+            skip = scalars[2]
+            assert skip is not None, "whoever may skip says whether it did"
             # In place: a CUDA graph adds to the same number in each replay.
             self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)
         if self.options.decay == "scheduled":
-            self._decay_warning.note(self.exp_avg_sq_mean, self.param_groups)
+            if not self._in_parts.goes_on:
+                self._count_calibration_step()
+            self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
 
     def _needs_one_pass(self) -> bool:
         """Whether nothing of this step's gradients must be known before the update."""
@@ -422,13 +455,23 @@ class FusedAdamS(InAdamWTerms):
         params = [
             (param, group_of.get(param, {}))
             for param, state in self.state.items()
-            if isinstance(state, dict) and "exp_avg_sq" in state
+            if isinstance(param, Tensor) and "exp_avg_sq" in state
         ]
         states = [(self._ranks.sharding_of(param, group), self.state[param]) for param, group in params]
         return stored_sum(states, self._ranks.collective_of(params))
 
     def _staged_state(self, state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
         return initialized(dict(state), param, self.options, amsgrad, self._backend_of(param)[0])
+
+    @property
+    def exp_avg_sq_mean(self) -> Tensor:  # type: ignore[override]
+        """The mean of v^ that the last step's schedule used: a zero-dimensional tensor, NaN before the first."""
+        return self._last[0]
+
+    @property
+    def grad_norm(self) -> Tensor:  # type: ignore[override]
+        """The norm of the last step's gradients, unscaled and before clipping: a zero-dimensional tensor."""
+        return self._last[1]
 
     # --- Backends
 
@@ -455,26 +498,32 @@ class FusedAdamS(InAdamWTerms):
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
+        """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them."""
+        self._end_calibration()  # a resumed run would not know the mean that it waits for
         state_dict = super().state_dict()
         groups = [
             {key: value for key, value in group.items() if key != "process_group"}
             for group in state_dict["param_groups"]
         ]
-        return {**state_dict, "state": with_own_steps(state_dict["state"]), "param_groups": groups}
+        return {**state_dict, "param_groups": groups}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam."""
+        check_state_dict(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
+        check_state_dict(state_dict)
         saved = saved_by_param(self.param_groups, state_dict)
-        groups = [
-            loaded_group(own, saved_group, self.options)
-            for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
-        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for param, values in saved.items():
-            state[param] = loaded_state(param, values, self._backend_of(param)[0], self.options)
+        groups = []
+        for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            groups.append(loaded_group(own, saved_group, self.options))
+        state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
+            for param, values in saved.items():
+                state[param] = loaded_state(param, values, self._backend_of(param)[0], self.options)
+        adopt_masters(saved, self.options)
         self.__setstate__({"state": state, "param_groups": groups})
         self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -482,12 +531,15 @@ class FusedAdamS(InAdamWTerms):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        state = defaultdict(dict, with_own_steps(self.state))
+        state = defaultdict(dict, with_separate_steps(self.state))
         return {**super().__getstate__(), "state": state, **{name: getattr(self, name) for name in ATTRIBUTES}}
 
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # pickles of older versions have none of these
+            for key, value in (("bias_correction", True), ("adamw_weight_decay", None), ("calibration_steps", 0)):
+                group.setdefault(key, value)
         self._handle = new_handle(self)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
@@ -497,8 +549,7 @@ class FusedAdamS(InAdamWTerms):
     def _forget(self) -> None:
         """What only a step can tell."""
         self._start_anew()
-        self.exp_avg_sq_mean = torch.tensor(math.nan, device="cpu")
-        self.grad_norm = torch.tensor(math.nan, device="cpu")
+        self._last = torch.full((3,), math.nan, device="cpu")
 
     def _start_anew(self) -> None:
         """What is kept from step to step beside the state."""

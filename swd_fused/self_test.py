@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.optimizer import FusedAdamS
+from swd_fused.options import BackendName
 
 SHAPES = [(1000,), (33, 17), ()]
 # By tensor. Gradients differ by tensor and halve from step to step, so that no wrong mean looks right.
@@ -25,7 +26,7 @@ TOLERANCE = 2e-6
 class Result:
     """What became of one backend on one device."""
 
-    backend: str
+    backend: BackendName
     device: str
     missing: str | None = None  # why the backend cannot be used
     raised: Exception | None = None
@@ -115,7 +116,7 @@ def defined(params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
     return weights
 
 
-def new_optimizer(weights: list[torch.nn.Parameter], backend: str) -> FusedAdamS:
+def new_optimizer(weights: list[torch.nn.Parameter], backend: BackendName) -> FusedAdamS:
     """Returns an optimizer of the same settings. Raises RuntimeError if the backend cannot be used."""
     groups = [{"params": [weight], "weight_decay": decay} for weight, decay in zip(weights, WEIGHT_DECAYS, strict=True)]
     return FusedAdamS(

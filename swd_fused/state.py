@@ -1,28 +1,51 @@
-"""The state of one parameter, as torch.optim.Adam has it: made when it takes its first step, and kept as asked for."""
+"""The state of one parameter: creating, loading and converting it, and checking state dicts.
+
+Its keys are those of torch.optim.Adam and AdamW, so state dicts move between them and FusedAdamS.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from swd_fused.backends import Backend
-from swd_fused.distributed.sharding import local_tensor, sharded_like
-from swd_fused.options import MASTER, Options
+from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
+from swd_fused.options import MASTER, Options, check_group
 
+if TYPE_CHECKING:
+    from swd_fused.backends import Backend
+
+REQUIRED = ("step", "exp_avg", "exp_avg_sq")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+# How torch's Adam was implemented when it saved, and the step counts that apex keeps in groups: not for our groups.
+FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step")
+
+# For warnings from a function that `load_state_dict` calls. Two levels are those of torch's decorator.
+CALLER_OF_LOAD_STATE_DICT = 5
 
 
 def initialized(
     state: dict[str, Any], param: Tensor, options: Options, amsgrad: bool, backend: Backend
 ) -> dict[str, Any]:
-    """Adds what a step needs and is not there, and drops a master that a converted parameter has no use for."""
-    if not state:
+    """Adds what a step needs and is missing, and drops a master that a converted parameter has no use for."""
+    missing = [key for key in REQUIRED if key not in state]
+    if missing == list(REQUIRED):
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for key in ("exp_avg", "exp_avg_sq"):
             dtype = options.moment_dtype(key, param.dtype)
             state[key] = sharded_like(param, backend.new_moment(local_tensor(param), dtype, param.device))
+    elif missing:
+        raise RuntimeError(
+            f"FusedAdamS has state for a parameter of shape {tuple(param.shape)} with {_listed(state)}, but without "
+            f"{_listed(missing)}. Load a complete state dict, or start it afresh: del optimizer.state[param]."
+        )
     for key in MOMENTS:
         if key in state:  # wider where the parameter has become so
             state[key] = state[key].to(options.kept_dtype(key, state[key].dtype, param.dtype))
@@ -33,3 +56,178 @@ def initialized(
     elif MASTER not in state:
         state[MASTER] = param.detach().to(torch.float32, copy=True)
     return state
+
+
+def check_state(params: list[Tensor], moments: list[list[Tensor]]) -> None:
+    """Refuses state that does not fit its parameter, before a step writes to either."""
+    for tensors in moments:
+        for param, tensor in zip(params, tensors, strict=True):
+            if tensor.shape != param.shape or tensor.device != param.device:
+                raise RuntimeError(
+                    f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now "
+                    f"has shape {tuple(param.shape)} on {param.device}, wanted both alike. After replacing a parameter "
+                    "by another one delete its state: del optimizer.state[param]."
+                )
+
+
+def with_separate_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns state whose step counters are copies that share no memory.
+
+    The counters of a bucket are views of one tensor, and pickle, unlike torch.save and deepcopy, would write that whole
+    tensor for each of them.
+    """
+    return {
+        key: {**values, "step": values["step"].clone()} if isinstance(key, Tensor) and "step" in values else values
+        for key, values in state.items()
+    }
+
+
+# --- Loading
+
+
+def check_state_dict(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"load_state_dict got a {type(state_dict).__name__}, wanted what state_dict() returns.")
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"load_state_dict got a dict with {_listed(state_dict)}, but without {_listed(missing)}. Pass what "
+            "optimizer.state_dict() returned; in a training checkpoint it is one of the entries."
+        )
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise ValueError('load_state_dict got param_groups that are not a list of dicts with a key "params".')
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError(f"load_state_dict got a {type(state_dict['state']).__name__} as state, wanted a dict.")
+
+
+def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+    """Returns the saved state of each parameter that has any, after checking that all of it fits."""
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The state dict has groups of {saved_sizes} parameters, this optimizer has groups of {sizes}. "
+            "Build the optimizer with the groups that it was saved with."
+        )
+    by_param: dict[Tensor, Mapping[str, Any]] = {}
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            state = saved_state.get(key, {})
+            if "step" in saved_group and state and "step" not in state:  # apex counts by group
+                state = {**state, "step": saved_group["step"]}
+            if state:
+                _check_saved(state, param, key)
+                by_param[param] = state
+    return by_param
+
+
+def _check_saved(state: object, param: Tensor, key: object) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"The saved state of parameter {key} is a {type(state).__name__}, wanted a dict.")
+    missing = [name for name in REQUIRED if name not in state]
+    # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
+    if missing and (len(missing) < len(REQUIRED) or any(isinstance(value, Tensor) for value in state.values())):
+        raise ValueError(
+            f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. FusedAdamS continues "
+            "its own state and that of torch.optim.Adam and AdamW, and of the FusedAdam of apex, TransformerEngine "
+            "and DeepSpeed."
+        )
+    for name in (*MOMENTS, MASTER):
+        if name in state and not isinstance(state[name], Tensor):
+            raise ValueError(
+                f"The saved {name} of parameter {key} is a {type(state[name]).__name__}, wanted a tensor of shape "
+                f"{tuple(param.shape)}."
+            )
+        if name in state and state[name].shape != param.shape:
+            raise ValueError(
+                f"The saved {name} of parameter {key} has shape {tuple(state[name].shape)}, the parameter has "
+                f"{tuple(param.shape)}. Load the state for the model that it was saved with."
+            )
+
+
+def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns the entries of the saved state that belong to no parameter. They are kept as they are, as torch does."""
+    keys = set(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+    return {key: value for key, value in state_dict["state"].items() if key not in keys}
+
+
+def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Returns a group with its own parameters and the saved hyper-parameters."""
+    group = {**own, **deepcopy({key: value for key, value in saved.items() if key not in ("params", *FOREIGN_KEYS)})}
+    if isinstance(group["betas"], list):  # as JSON and YAML have it
+        group["betas"] = tuple(group["betas"])
+    is_foreign = "max_decay" not in saved and options.decay == "scheduled"
+    if is_foreign and saved.get("weight_decay", 0) != own["weight_decay"]:
+        group["weight_decay"] = own["weight_decay"]
+        warnings.warn(
+            f"The state dict comes from another optimizer, whose weight_decay={saved.get('weight_decay', 0)!r} is not "
+            f"divided by the rms gradient: keeping weight_decay={own['weight_decay']!r}. To go on with the same decay "
+            "call optimizer.match_adamw(weight_decay=...) with the value that AdamW had.",
+            stacklevel=CALLER_OF_LOAD_STATE_DICT,
+        )
+    check_group(group)
+    return group
+
+
+def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend, options: Options) -> dict[str, Any]:
+    """Returns a copy of saved state, on the parameter's device, in the dtype that it was saved in or a wider one.
+
+    torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
+    """
+    state: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == "step":
+            state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
+        elif key in MOMENTS or (key == MASTER and options.needs_master(param.dtype)):
+            dtype = torch.float32 if key == MASTER else options.kept_dtype(key, value.dtype, param.dtype)
+            local = redistributed_like(param, value)
+            state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local))
+        elif key != MASTER:
+            state[key] = deepcopy(value)
+    return state
+
+
+# --- Masters that are loaded without `master_weights=True`
+
+
+def adopt_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -> None:
+    """Copies saved masters into parameters that can hold them, and warns, once, of those that are dropped."""
+    pairs = [
+        (local_tensor(param), redistributed_like(param, state[MASTER]).to(param.device))
+        for param, state in saved.items()
+        if MASTER in state and not options.needs_master(param.dtype)
+    ]
+    adopted = [(param, master) for param, master in pairs if _is_rounded_copy(param, master)]
+    dropped = Counter(
+        param.dtype for param, master in pairs if not (_is_rounded_copy(param, master) or _is_equal(param, master))
+    )
+    if dropped:
+        counts = ", ".join(f"{count} of {dtype}" for dtype, count in dropped.items())
+        warnings.warn(
+            f"The state dict has float32 master weights, under {MASTER!r}, for parameters that do not hold their "
+            f"values ({counts}): they are dropped, and training goes on from the parameters as they are. To keep the "
+            "masters of 16-bit parameters build the optimizer with master_weights=True; to go on in float32 load the "
+            "model's state before the optimizer's.",
+            stacklevel=CALLER_OF_LOAD_STATE_DICT,
+        )
+    with torch.no_grad():
+        for param, master in adopted:
+            param.copy_(master)
+
+
+def _is_rounded_copy(param: Tensor, master: Tensor) -> bool:
+    """Returns whether a float32 or float64 parameter has a master's values in 16 bits, as in a converted model."""
+    copies = (master.to(dtype).to(param.dtype) for dtype in (torch.bfloat16, torch.float16))
+    return param.dtype in (torch.float32, torch.float64) and any(torch.equal(param, copy) for copy in copies)
+
+
+def _is_equal(param: Tensor, master: Tensor) -> bool:
+    wide = torch.promote_types(param.dtype, master.dtype)
+    return torch.equal(param.to(wide), master.to(wide))
+
+
+def _listed(keys: Iterable[object]) -> str:
+    return ", ".join(map(str, keys)) or "nothing"

@@ -199,6 +199,10 @@ class FromCallerInParts:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts again from the state, after steps of another kind."""
         self._sum: Tensor | None = None  # of v, before the step that calls belong to
         self._steps: Tensor | None = None
         self._next: tuple[Tensor, Tensor] | None = None  # both, after it
@@ -290,12 +294,14 @@ def checked_grad_sq(
         raise ValueError(
             "step got grad_sumsq with amsgrad=True, whose maxima do not follow from it. Call step() without."
         )
-    beta2s = {group["betas"][1] for group in groups}
-    if len(beta2s) > 1:
-        raise ValueError(
-            f"step got grad_sumsq with groups of different betas, {sorted(beta2s)}: how the sum is spread over them "
-            "would have to be known too. Call step() without, or use one value."
-        )
+    beta2s = {float(group["betas"][1]) for group in groups}
+    corrects_bias = {group["bias_correction"] for group in groups}
+    for name, values in (("betas", beta2s), ("bias_correction", corrects_bias)):
+        if len(values) > 1:
+            raise ValueError(
+                f"step got grad_sumsq with groups of different {name}, {sorted(values)}: how the sum is spread over "
+                "them would have to be known too. Call step() without, or use one value."
+            )
     return value
 
 

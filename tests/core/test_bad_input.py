@@ -38,6 +38,14 @@ BAD_OPTIONS = [
     ({"schedule": "later"}, "schedule='later', wanted one of"),
     ({"schedule": "lagged", "max_grad_norm": 1.0}, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
     ({"backend": "tpu"}, "backend='tpu', wanted one of"),
+    ({"betas": (torch.tensor(1.5), torch.tensor(0.9))}, r"betas=.* wanted two numbers in \[0, 1\)"),
+    ({"betas": (torch.ones(2), torch.tensor(0.9))}, "betas=.* wanted two numbers, or tensors with one"),
+    ({"differentiable": True}, "differentiable=True.*Use torch.optim.AdamW"),
+    ({"fused": 1}, "fused=1, wanted True, False or None"),
+    ({"capturable": None}, "capturable=None, wanted True or False"),
+    ({"total_numel": 1}, "total_numel=1, but this rank alone has 3 elements"),
+    ({"total_numel": 0}, "total_numel=0, wanted a whole number > 0"),
+    ({"total_numel": True}, "total_numel=True, wanted a whole number"),
 ]
 
 
@@ -47,13 +55,68 @@ def test_constructor(options: dict[str, Any], message: str) -> None:
         FusedAdamS(random_params([(3,)]), **options)
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("weigth_decay", " Did you mean weight_decay?"),
+        ("adamw_mode", " Did you mean adam_w_mode?"),
+        ("exp_avg_sq_dtype", ""),
+        ("temperature", ""),
+    ],
+)
+def test_unknown_arguments(name: str, advice: str) -> None:
+    with pytest.raises(TypeError) as error:
+        FusedAdamS(random_params([(3,)]), **{name: 0.1})
+    assert str(error.value) == f"FusedAdamS got an unknown argument {name}=0.1.{advice}"
+
+
+IN_GROUPS = [
+    ({"weigth_decay": 0.1}, r"unknown key weigth_decay=0\.1 in a parameter group. Did you mean weight_decay\?"),
+    ({"maximise": True}, r"Did you mean maximize\?"),
+    ({"max_grad_norms": 1.0}, r"Did you mean max_grad_norm\?"),
+    (
+        {"schedule": "lagged"},
+        r"schedule='lagged' in a .* holds for all groups.*FusedAdamS\(\.\.\., schedule='lagged'\)",
+    ),
+    *(({name: 1}, f"{name}=1 in a parameter group, but it holds for all") for name in ("decay", "seed", "backend")),
+    *(({name: 1}, f"{name}=1 in a parameter group, but it holds for all") for name in ("max_grad_norm", "total_numel")),
+    ({"bias_correction": 1}, "bias_correction=1, wanted True or False"),
+    ({"differentiable": True}, "differentiable=True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [*BAD_NUMBERS, *IN_GROUPS], ids=str)
 def test_add_param_group(options: dict[str, Any], message: str) -> None:
     first, second = random_params([(3,), (4,)])
     optimizer = FusedAdamS([first])
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [second], **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_keys_of_schedulers_and_frameworks_pass() -> None:
+    """As in torch's groups, they are kept and have no effect."""
+    adamw = torch.optim.AdamW(random_params([(3,)]))
+    names = ["initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "name", "step"]
+    names += ["lr_scale", "lr_mult", "wd_mult", "weight_decay_mult", "no_decay", "layer_decay", "beta1", "is_expert"]
+    extra = dict.fromkeys(names, 0.5)
+    optimizer = FusedAdamS([{**adamw.param_groups[0], **extra}])
+    assert extra.items() <= optimizer.param_groups[0].items()
+    again = FusedAdamS(optimizer.param_groups)
+    assert again.param_groups[0].keys() == optimizer.param_groups[0].keys()
+
+
+def test_a_parameter_twice_in_one_group() -> None:
+    """torch warns that it will be an error, and steps twice; kernels update all parameters at the same time."""
+    first, second = random_params([(3,), (4,)])
+    with pytest.raises(ValueError, match=r"shape \(4,\) twice in one group.*dict.fromkeys"):
+        FusedAdamS([first, second, second])
+    with pytest.raises(ValueError, match="twice in one group"):
+        FusedAdamS([("first", first), ("tied", first)])
+
+
+def test_padding_may_make_a_buffer_longer_than_the_model() -> None:
+    FusedAdamS(random_params([(128,)]), total_numel=100)
 
 
 class GradientElsewhere(torch.nn.Parameter):
@@ -71,7 +134,7 @@ def assert_refused(
     with pytest.raises(error, match=message):
         optimizer.step()
     assert all(map(torch.equal, params, before[0]))
-    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("schedule", ["exact", "lagged"])
@@ -123,8 +186,18 @@ class TestStep:
         assert_refused(optimizer, params, RuntimeError, message)
 
     def test_hyper_parameters_set_to_nonsense(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        optimizer.param_groups[0]["lr"] = -1.0
-        assert_refused(optimizer, params, ValueError, "lr=-1.0, wanted")
+        for name, value in (("lr", -1.0), ("lr", nan), ("betas", (nan, 0.9)), ("betas", 0.9)):
+            usual = optimizer.param_groups[0][name]
+            optimizer.param_groups[0][name] = value
+            assert_refused(optimizer, params, ValueError, f"{name}=.*, wanted")
+            optimizer.param_groups[0][name] = usual
+
+    def test_a_missing_moment(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
+        if not optimizer.state:
+            optimizer.step()
+        del optimizer.state[params[1]]["exp_avg_sq"]
+        message = r"parameter of shape \(4, 5\) with step, exp_avg, but without exp_avg_sq.*del optimizer.state"
+        assert_refused(optimizer, params, RuntimeError, message)
 
 
 @pytest.mark.backends(split=True)
@@ -210,6 +283,13 @@ def test_match_adamw() -> None:
         FusedAdamS(random_params([(3,)])).match_adamw(-0.1)
 
 
+def test_match_adamw_where_nothing_decays() -> None:
+    optimizer = FusedAdamS(random_params([(3,)]), weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"weight_decay=0\.1, but all parameter groups have weight_decay=0"):
+        optimizer.match_adamw(0.1)
+    optimizer.match_adamw(0.0)
+
+
 class TestStateDict:
     @pytest.fixture
     def params(self) -> list[torch.nn.Parameter]:
@@ -245,5 +325,32 @@ class TestStateDict:
 
     def test_nonsense_hyper_parameters(self, optimizer: FusedAdamS) -> None:
         state_dict = copy.deepcopy(optimizer.state_dict())
-        state_dict["param_groups"][0]["betas"] = (2.0, 0.9)
+        state_dict["param_groups"][0]["betas"] = (nan, 0.9)
         self.refuse(optimizer, state_dict, "betas=")
+
+    def test_something_else(self, optimizer: FusedAdamS) -> None:
+        right = copy.deepcopy(optimizer.state_dict())
+        state, groups = right["state"], right["param_groups"]
+        for wrong, message in (
+            (
+                {"optimizer": right, "epoch": 3},
+                "with optimizer, epoch, but without state, param_groups.*one of the entr",
+            ),
+            ({"state": state}, "with state, but without param_groups"),
+            ([right], "load_state_dict got a list"),
+            ({"state": state, "param_groups": {"lr": 0.1}}, "param_groups that are not a list of dicts"),
+            ({"state": state, "param_groups": [{"lr": 0.1}]}, 'dicts with a key "params"'),
+            ({"state": [], "param_groups": groups}, "got a list as state"),
+            ({"state": {**state, 1: 3}, "param_groups": groups}, "state of parameter 1 is a int"),
+            (
+                {"state": {**state, 1: {**state[1], "exp_avg": 3}}, "param_groups": groups},
+                "exp_avg of parameter 1 is a",
+            ),
+        ):
+            self.refuse(optimizer, wrong, message)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+    def test_a_missing_moment(self, optimizer: FusedAdamS, key: str) -> None:
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        del state_dict["state"][1][key]
+        self.refuse(optimizer, state_dict, f"state of parameter 1 has .*, but no {key}")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from swd_fused import FusedAdamS
 from tests.runs import SHAPES, fused, random_grads, random_params, run, steps_for
 
 PEERS = {"decoupled": torch.optim.AdamW, "l2": torch.optim.Adam}
@@ -67,6 +68,40 @@ def test_without_bias_correction(backend: str) -> None:
     assert optimizer.exp_avg_sq_mean == pytest.approx(float((0.001 * grad**2).mean()), rel=1e-12)
 
 
+def test_bias_correction_by_group(backend: str) -> None:
+    """apex keeps it in the group. The mean is over both groups, each corrected or not; decay makes it visible."""
+    dtype = torch.float64
+    params, grads = random_params([(40,), (50,)], dtype), random_grads([(40,), (50,)], steps_for(backend, 10), dtype)
+    wanted = [param.detach().clone() for param in params]
+    moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in wanted]
+    groups = [{"params": [0]}, {"params": [1], "bias_correction": False}]
+    optimizer = fused(params, groups, weight_decay=0.01, lr=0.01, betas=(0.9, 0.99), backend=backend)
+    run(params, grads, optimizer)
+    for t, step_grads in enumerate(grads, 1):
+        hats = []
+        for i, ((m, v), grad) in enumerate(zip(moments, step_grads, strict=True)):
+            m.lerp_(grad, 0.1)
+            v.lerp_(grad.square(), 0.01)
+            hats.append((m, v) if i == 1 else (m / (1 - 0.9**t), v / (1 - 0.99**t)))
+        mean = sum(float(v.sum()) for _, v in hats) / 90
+        for param, (m, v) in zip(wanted, hats, strict=True):
+            param.mul_(1 - 0.01 * 0.01 / (mean**0.5 + 1e-8)).sub_(0.01 * m / (v.sqrt() + 1e-8))
+    assert apart(params, [torch.nn.Parameter(param) for param in wanted]) < 1e-14
+    other = FusedAdamS([{"params": [params[0]]}, {"params": [params[1]]}])
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["bias_correction"] for group in other.param_groups] == [True, False]
+    with pytest.raises(ValueError, match=r"different bias_correction, \[False, True\]"):
+        optimizer.step(grad_sumsq=1.0)
+
+
+def test_torch_keywords_are_accepted_without_effect() -> None:
+    params, grads = random_params([(5,)]), random_grads([(5,)], 2)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    run(params, grads, FusedAdamS(params, fused=True, foreach=None, capturable=True, differentiable=False))
+    run(twins, grads, FusedAdamS(twins))
+    assert torch.equal(params[0], twins[0])
+
+
 def test_apex_keywords_are_accepted() -> None:
     params = random_params([(5,)])
     optimizer = fused(
@@ -92,8 +127,8 @@ def test_apex_keywords_are_accepted() -> None:
     [
         ({"decay": "cosine"}, "decay='cosine', wanted one of"),
         ({"decay": "decoupled", "adam_w_mode": False}, "Use one of the two"),
-        ({"decay": "l2", "schedule": "lagged"}, "need no schedule"),
-        ({"adam_w_mode": False, "schedule": "lagged"}, "need no schedule"),
+        ({"decay": "l2", "schedule": "lagged"}, "uses no schedule"),
+        ({"adam_w_mode": False, "schedule": "lagged"}, "uses no schedule"),
         ({"schedule": "lagged", "skip_nonfinite": True}, "costs the same"),
         ({"bias_correction": 1}, "bias_correction=1, wanted True or False"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,21 @@ def test_empty_and_zero_dimensional_tensors_anywhere(backend: str, position: int
 
 
 @pytest.mark.backends(split=True)
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_empty_tensors_whose_strides_are_zero(backend: str, schedule: str) -> None:
+    """As torch makes them from NumPy's."""
+    params = [torch.nn.Parameter(torch.tensor(np.zeros((0, 7), np.float32))), *random_params([(30,)])]
+    twins = [torch.nn.Parameter(params[1].detach().clone())]
+    grads = random_grads([(0, 7), (30,)], 3)
+    assert params[0].stride() == (0, 0)
+    optimizer = FusedAdamS(params, amsgrad=True, schedule=schedule, backend=backend)
+    for step_grads in grads:
+        run(params, [[torch.zeros_like(params[0]), step_grads[1]]], optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+    run(twins, [[grad] for _, grad in grads], FusedAdamS(twins, amsgrad=True, schedule=schedule, backend=backend))
+    assert torch.equal(params[1], twins[0])
+
+
 def test_only_empty_tensors(backend: str) -> None:
     params = random_params([(0,), (2, 0)])
     optimizer = FusedAdamS(params, backend=backend)

@@ -207,3 +207,14 @@ def test_what_goes_to_the_cpu_is_waited_for() -> None:
     for device in ("cpu", "meta"):
         moved(torch.ones(()).as_subclass(Elsewhere), torch.device(device), torch.float64)
     assert waits == {"cpu": True, "meta": False}
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_what_is_in_grad_after_a_scaled_step(unscale_first: bool) -> None:
+    """As docs/mixed-precision.md has it: `.grad` is as before the step, `grad_norm` is that of unscaled gradients."""
+    param = torch.nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer, scaler = FusedAdamS([param]), torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    scaler.scale((2 * param).sum()).backward()
+    scaled_step(scaler, optimizer, unscale_first)
+    assert param.grad.tolist() == [2.0 if unscale_first else 2048.0] * 3
+    assert float(optimizer.grad_norm) == pytest.approx(12**0.5, rel=1e-6)

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 from swd_fused import FusedAdamS
 from tests.definition import MeanOfStepBefore
-from tests.runs import defined, error, random_grads, random_params, run, steps_for, to_numpy
+from tests.runs import defined, error, fused, random_grads, random_params, run, steps_for, to_numpy
 
 SHAPES = [(300,), (40, 5)]
 
@@ -74,6 +74,22 @@ def test_lagged_is_over_the_parameters_that_took_the_step_before(backend: str) -
     assert error(params, reference.params) < 1e-14
 
 
+@pytest.mark.parametrize("removed", [0, 1])
+def test_lagged_after_a_group_was_removed(backend: str, removed: int) -> None:
+    """The mean is then over what is left."""
+    shapes = [(40,), (50,)]
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, 3, torch.float64)
+    groups = [{"params": [0], "betas": (0.9, 0.9)}, {"params": [1], "betas": (0.9, 0.99)}]
+    optimizer = fused(params, groups, schedule="lagged", backend=backend)
+    run(params, grads[:2], optimizer)
+    del optimizer.param_groups[removed]
+    left = params[1 - removed]
+    beta2 = optimizer.param_groups[0]["betas"][1]
+    mean = float((optimizer.state[left]["exp_avg_sq"] / (1 - beta2**2)).mean())
+    run(params, grads[2:], optimizer)
+    assert float(optimizer.exp_avg_sq_mean) == pytest.approx(mean, rel=1e-12)
+
+
 @pytest.mark.backends(without=("torch",), split=True)
 def test_lagged_with_betas_that_change(backend: str) -> None:
     """The mean of the step before is corrected with the betas that hold now, whoever computes it."""
@@ -127,7 +143,7 @@ def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, n
 
 
 def test_lagged_is_close_to_exact_in_real_training() -> None:
-    """Over 400 steps on digits. Run with -s to see the figures that the README states."""
+    """Over 400 steps on digits. Run with -s to see the figures that docs/algorithm.md states."""
     exact, exact_decay = trained_on_digits()
     lagged, lagged_decay = trained_on_digits(schedule="lagged")
     off = np.abs(lagged_decay / exact_decay - 1)

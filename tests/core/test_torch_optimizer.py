@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, StepLR
 
 from swd_fused import FusedAdamS
 from tests.device import DEVICE
@@ -73,6 +73,40 @@ def test_lr_schedulers_and_tensor_lr(backend: str, make_lr: type, schedule_lr: o
         run(twins, [step_grads], by_hand)
         scheduler.step()
     assert float(optimizer.param_groups[0]["lr"]) != 0.01
+    assert torch.equal(params[0], twins[0])
+
+
+def test_momentum_may_be_scheduled_to_anything(backend: str) -> None:
+    """Adam goes on with betas of 1 and more, which it would refuse in its constructor."""
+    params, grads = random_params([(30,)], torch.float64), random_grads([(30,)], 4, torch.float64)
+    twins = [copy.deepcopy(param) for param in params]
+    optimizer, adam = FusedAdamS(params, weight_decay=0.0, backend=backend), torch.optim.Adam(twins)
+    schedulers = [CyclicLR(each, 1e-3, 2e-3, 3, base_momentum=1.5, max_momentum=5.0) for each in (optimizer, adam)]
+    for step_grads in [[None], *([grad] for (grad,) in grads)]:
+        run(params, [step_grads], optimizer)
+        run(twins, [step_grads], adam)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizer.param_groups[0]["betas"] == adam.param_groups[0]["betas"]
+    torch.testing.assert_close(params[0], twins[0], rtol=1e-12, atol=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_tensor_betas(backend: str) -> None:
+    """They are read in each step, so changes in place count."""
+    params, grads = random_params([(30,)]), random_grads([(30,)], 4)
+    twins = [copy.deepcopy(param) for param in params]
+    betas = torch.tensor(0.75), torch.tensor(0.5)
+    optimizer = FusedAdamS(params, betas=betas, backend=backend)
+    by_hand = FusedAdamS(twins, betas=(0.75, 0.5), backend=backend)
+    run(params, grads[:2], optimizer)
+    run(twins, grads[:2], by_hand)
+    betas[0].fill_(0.25)
+    by_hand.param_groups[0]["betas"] = (0.25, 0.5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["betas"] = betas
+    run(params, grads[2:], optimizer)
+    run(twins, grads[2:], by_hand)
     assert torch.equal(params[0], twins[0])
 
 

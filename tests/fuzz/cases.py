@@ -126,8 +126,6 @@ def _options(rng: random.Random, tensors: list[TensorSpec]) -> dict[str, Any]:
         options["stochastic_rounding"], options["seed"] = True, rng.getrandbits(40)
     if rng.random() < 0.12:
         options["state_dtype"] = rng.choice([torch.float32, *SIXTEEN_BITS])
-    if rng.random() < 0.06:
-        options["exp_avg_sq_dtype"] = torch.bfloat16
     options["bias_correction"] = rng.random() > 0.12
     return options
 

@@ -73,7 +73,7 @@ class EmulatedStep:
             "tensors": self._put(self._tensor_table(groups), writable=False),
             "segments": self._put(np.array(self.segments, np.int64), writable=False),
             "program_segments": self._put(np.array(program_segments, np.int32), writable=False),
-            "hyper": self._put(np.array(hyper_rows(rows, "scheduled", True)), writable=False),
+            "hyper": self._put(np.array(hyper_rows(rows)), writable=False),
             "limits": self._put(np.array(limits, np.float64), writable=False),
             "grad_scale": self._put(np.ones(1, np.float32)),
             "found_inf": self._put(np.zeros(1, np.float32)),

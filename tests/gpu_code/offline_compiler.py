@@ -38,7 +38,7 @@ CONFIGURATIONS = {
     "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32, F32)),
     "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(master=True)),
     "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
-    "all bf16": Configuration(Dtypes(BF16, BF16, BF16, BF16, BF16, BF16)),
+    "bf16 with bf16 exp_avg": Configuration(Dtypes(BF16, BF16, BF16, F32, F32, BF16)),
     "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
 }
 

@@ -32,7 +32,7 @@ WIDE = {
     "fp32 with bf16 gradients": (8 + 3, 3),
     "bf16 with masters": (8 + 3, 3),
     "bf16 rounded by chance": (8 + 2, 2),
-    "all bf16": (8 + 4, 3),
+    "bf16 with bf16 exp_avg": (8 + 1, 1),
     "fp32 amsgrad": (8 + 3 + 5, 4),
 }
 

@@ -1,4 +1,4 @@
-"""What torch's tests expect and FusedAdamS deliberately does otherwise: the README's table, each line held here."""
+"""What torch's tests expect and FusedAdamS deliberately does otherwise: each line of the table in docs/migrating.md."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ NOT_MET = {
         "the step unscales in registers, and writes no gradient back; `optimizer.grad_norm` is that of unscaled ones",
     ),
     "flags": Difference(
-        "`foreach`, `fused` and `differentiable` are arguments",
-        "`TypeError`; what is chosen is `backend`",
-        "there is one implementation for each device, and the kernels have no derivative",
+        "`foreach` and `fused` choose an implementation",
+        "accepted, without effect; `backend` chooses",
+        "there is one implementation for each device",
     ),
     "differentiable": Difference(
-        "a step can be differentiated (`differentiable=True`)", "no", "parameters are written in place by kernels"
+        "a step can be differentiated (`differentiable=True`)", "refused", "parameters are written in place by kernels"
+    ),
+    "duplicates": Difference(
+        "a parameter that is twice in a group is stepped twice, with a warning",
+        "refused",
+        "the second update would start from the first one's result, and the mean would count it twice",
     ),
     "backward": Difference(
         "a step may be taken in the backward pass, by a hook for each parameter",
@@ -58,10 +63,10 @@ NOT_MET = {
 }
 
 
-def test_readme_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     """Printed by: python -c "from tests.core.torch_expectations.test_not_met import table; print(table())" """
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    assert table() in readme
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    assert table() in page
 
 
 def table() -> str:
@@ -93,11 +98,26 @@ def test_gradients_stay_scaled(make: Make) -> None:
 
 
 @ours
-@pytest.mark.parametrize("flag", ["foreach", "fused", "differentiable"])
-def test_flags_that_choose_an_implementation(make: Make, flag: str) -> None:
-    adamw(params_like((3,)), **{flag: True})
-    with pytest.raises(TypeError, match=flag):
-        make(params_like((3,)), **{flag: True})
+def test_flags_that_choose_an_implementation(make: Make) -> None:
+    results = []
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        params = [torch.nn.Parameter(torch.ones(3))]
+        optimizer = make(params, **options)
+        params[0].grad = torch.arange(3.0)
+        optimizer.step()
+        results.append(params[0].detach())
+    assert_same(results[1:], [results[0]] * 2)
+    with pytest.raises(ValueError, match="differentiable"):
+        make(params_like((3,)), differentiable=True)
+
+
+@ours
+def test_a_parameter_twice_in_one_group(make: Make) -> None:
+    params = params_like((4,))
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        adamw([*params, *params])
+    with pytest.raises(ValueError, match=r"twice|duplicate"):
+        make([*params, *params])
 
 
 @ours

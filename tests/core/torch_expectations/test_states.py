@@ -253,13 +253,6 @@ def test_parameters_in_two_groups_are_refused(make: Make) -> None:
 
 
 @contestants
-def test_a_parameter_twice_in_one_group_warns(make: Make) -> None:
-    params = params_like((4,))
-    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        make([*params, *params])
-
-
-@contestants
 @pytest.mark.parametrize(
     ("params", "error"),
     [
@@ -289,7 +282,6 @@ def test_what_is_no_list_of_parameters_is_refused(make: Make, params: Any, error
         {"lr": torch.tensor([0.1, 0.1])},
         {"betas": (1.0, 0.0)},
         {"betas": (0.0, 1.0)},
-        {"betas": (0.9, torch.tensor(0.99))},
         {"eps": -1e-3},
         {"weight_decay": -1.0},
     ],

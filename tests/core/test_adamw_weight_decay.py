@@ -1,0 +1,143 @@
+"""`adamw_weight_decay`: decay in AdamW's terms, and the warnings for those who forget that it is not."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from swd_fused.decay_warning import EARLY_STEPS
+from tests.runs import error, random_grads, random_params, run, to_numpy
+
+SHAPES = [(20,), (30,), (7, 5)]
+STEPS = 3
+
+
+def new(params: list[torch.nn.Parameter], backend: str, **options: Any) -> FusedAdamS:
+    groups = [{"params": params[:2], "eps": 1e-4}, {"params": params[2:], "weight_decay": 0.0}]
+    given = {"lr": 0.01, "adamw_weight_decay": 0.1, "calibration_steps": STEPS, "backend": backend, **options}
+    return FusedAdamS(groups, **given)
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_calibration_steps_are_adamws_and_the_schedule_goes_on_from_there(backend: str, schedule: str) -> None:
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, STEPS + 2, torch.float64)
+    twins = copy.deepcopy(params)
+    optimizer = new(params, backend, schedule=schedule)
+    groups = [{"params": twins[:2], "eps": 1e-4}, {"params": twins[2:], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    for step_grads in grads[:STEPS]:
+        run(params, [step_grads], optimizer)
+        run(twins, [step_grads], adamw)
+        assert error(params, [to_numpy(twin) for twin in twins]) < 1e-15
+    mean = float(optimizer.exp_avg_sq_mean)
+    assert optimizer.effective_weight_decay() == pytest.approx([0.1, 0.0], rel=1e-12)
+    fixed = optimizer.param_groups[0]["weight_decay"]
+    assert fixed == pytest.approx(0.1 * (math.sqrt(mean) + 1e-4), rel=1e-12)
+    run(params, grads[STEPS:], optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == fixed
+    assert optimizer.effective_weight_decay()[0] != pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize("saved_after", [1, STEPS, STEPS + 1])
+def test_it_survives_a_resume(backend: str, saved_after: int) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, STEPS + 3)
+    others = copy.deepcopy(params)
+    whole = new(others, backend)
+    run(others, grads, whole)
+    optimizer = new(params, backend)
+    run(params, grads[:saved_after], optimizer)
+    saved, optimizer = optimizer.state_dict(), new(params, backend)
+    optimizer.load_state_dict(saved)
+    run(params, grads[saved_after:], optimizer)
+    assert all(map(torch.equal, params, others))
+    assert optimizer.param_groups[0]["weight_decay"] == whole.param_groups[0]["weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adamw_weight_decay": -0.1}, "adamw_weight_decay=-0.1, wanted a finite number >= 0"),
+        ({"calibration_steps": 0}, "calibration_steps=0, wanted a whole number > 0"),
+        ({"adamw_weight_decay": None}, "calibration_steps=3 without adamw_weight_decay"),
+        ({"decay": "decoupled"}, "with decay='decoupled'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new(random_params(SHAPES), "torch", **options)
+
+
+def test_nothing_that_decays() -> None:
+    groups = [{"params": random_params([(3,)]), "weight_decay": 0.0}]
+    with pytest.raises(ValueError, match="all parameter groups have weight_decay=0"):
+        FusedAdamS(groups, adamw_weight_decay=0.1)
+
+
+def test_groups_of_their_own() -> None:
+    params = random_params([(3,), (4,)])
+    groups = [{"params": params[:1], "adamw_weight_decay": 0.2, "calibration_steps": 7}, {"params": params[1:]}]
+    first, second = FusedAdamS(groups, adamw_weight_decay=0.1).param_groups
+    assert (first["adamw_weight_decay"], first["calibration_steps"]) == (0.2, 7)
+    assert (second["adamw_weight_decay"], second["calibration_steps"]) == (0.1, 100)
+
+
+# --- The warning early in training
+
+
+def trained(steps: int, rms: float, weight_decay: float) -> None:
+    param = torch.nn.Parameter(torch.ones(100))
+    optimizer = FusedAdamS([param], lr=3e-4, weight_decay=weight_decay)
+    run([param], [[torch.full((100,), 1e-2)]] * (steps - 1) + [[torch.full((100,), rms)]], optimizer)
+
+
+def test_adamws_value_out_of_habit_warns_though_max_decay_does_not_bind() -> None:
+    with pytest.warns(UserWarning, match=r"acts like 161 in AdamW.*adamw_weight_decay=.*weight_decay=6e-05") as caught:
+        trained(1, 6.2e-4, 0.1)
+    assert len(caught) == 1
+
+
+def test_the_papers_values_do_not_warn() -> None:
+    """Its models' rms gradients are 7e-3 and more in the first epoch; a large one clipped to 1 is another matter."""
+    trained(1, 7e-3, 5e-4)
+    with pytest.warns(UserWarning, match=r"acts like 15\.\d in AdamW"):
+        trained(1, 3.2e-5, 5e-4)
+
+
+def test_a_decay_that_grows_later_is_the_method() -> None:
+    param = torch.nn.Parameter(torch.ones(10))
+    optimizer = FusedAdamS([param], lr=1e-4, betas=(0.9, 0.5))
+    grads = [[torch.full((10,), 1e-2)]] * EARLY_STEPS + [[torch.full((10,), 1e-5)]] * 20
+    run([param], grads, optimizer)
+    assert optimizer.effective_weight_decay()[0] > 10
+
+
+# --- What is worth logging
+
+
+def test_metrics(backend: str) -> None:
+    params = random_params([(3,), (4,)])
+    groups = [{"params": params[:1], "name": "decay"}, {"params": params[1:], "weight_decay": 0.0}]
+    optimizer = FusedAdamS(groups, skip_nonfinite=True, backend=backend)
+    run(
+        params,
+        [[torch.full((3,), 3.0), torch.full((4,), 4.0)], [torch.full((3,), torch.nan), torch.ones(4)]],
+        optimizer,
+    )
+    metrics = optimizer.metrics()
+    assert metrics.keys() == {
+        *("grad_norm", "rms_grad", "skipped_steps", "effective_weight_decay/decay", "effective_weight_decay/1")
+    }
+    assert metrics["skipped_steps"] == 1
+    assert all(type(value) is float for value in metrics.values())
+    run(params, [[torch.full((3,), 3.0), torch.full((4,), 4.0)]], optimizer)
+    metrics = optimizer.metrics()
+    assert metrics["grad_norm"] == pytest.approx(math.sqrt(3 * 9 + 4 * 16))
+    assert metrics["rms_grad"] == pytest.approx(math.sqrt((3 * 9 + 4 * 16) / 7), rel=1e-6)
+    assert metrics["effective_weight_decay/decay"] == pytest.approx(5e-4 / metrics["rms_grad"], rel=1e-6)
+    assert metrics["effective_weight_decay/1"] == 0
