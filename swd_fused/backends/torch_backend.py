@@ -111,7 +111,7 @@ def indices_for_fused_kernel(bucket: Bucket) -> list[int]:
     It always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch 2.13).
     """
     device = bucket.device
-    if bucket.amsgrad or not bucket.options.bias_correction or device.type not in FUSED_DEVICES:
+    if bucket.amsgrad or not all(row.corrects_bias for row in bucket.hyper.numbers) or device.type not in FUSED_DEVICES:
         return []
     present = [index for index, grad in enumerate(bucket.grads) if grad is not None]
     lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
