@@ -27,7 +27,7 @@ LAYERS = [
     ["distributed.collective", "distributed.wrappers", "element_numbers", "state", "decay_warning"],
     ["distributed.ranks", "stochastic_rounding"],
     ["buckets", "adamw_terms", "compiled_step"],
-    ["sums", "backends"],
+    ["sums", "backends", "gradient_release"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
     ["__main__"],

@@ -10,7 +10,7 @@ from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, TENSOR
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively
 from swd_fused.backends.triton.plan import Plan
 from swd_fused.buckets import Bucket
-from swd_fused.schedule import Gate, StepScalars, bias_corrections
+from swd_fused.schedule import Gate, bias_corrections
 
 
 class TritonBackend:
@@ -65,6 +65,7 @@ class TritonBackend:
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
         plan: Plan = bucket.plan
+        plan.last = None
         totals = plan.new_totals(bucket)
         number = (
             exp_avg_sq_mean,
@@ -81,7 +82,7 @@ class TritonBackend:
         plan.end(bucket)
         return totals[:, GRAD_SUM.value].sum()
 
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars | None:
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         plan: Plan = bucket.plan
         part = plan.parts[0]
         if len(plan.parts) > 1 or not (lagged or can_wait(part.programs, bucket.device)):
@@ -107,8 +108,7 @@ class TritonBackend:
             run = plan.launcher(kernels.exact_step_kernel, bucket, part)
             run(part.programs, *written, part.counter, *read, len(bucket.params))
         plan.end(bucket)
-        exp_avg_sq_mean, grad_norm, skip = results.unbind()
-        return StepScalars(exp_avg_sq_mean, grad_norm, skip)
+        return results
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """Kept by segment in the plan, and rebuilt with it."""
