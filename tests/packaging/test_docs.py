@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def anchors(page: Path) -> set[str]:
 
 def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
     """Runs a block, and ends the process group that it or a framework has begun: each recipe begins one of its own."""
+    uses_framework = re.search(rf"^(from|import) ({'|'.join(FRAMEWORKS)})\b", block, flags=re.MULTILINE)
     try:
-        exec(compile(block, page.name, "exec"), namespace)
+        with warnings.catch_warnings():
+            if uses_framework:  # they have warnings of their own
+                warnings.simplefilter("ignore")
+            exec(compile(block, page.name, "exec"), namespace)
     except ModuleNotFoundError as error:
         if error.name not in FRAMEWORKS:
             raise
