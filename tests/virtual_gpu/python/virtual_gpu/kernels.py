@@ -94,7 +94,7 @@ def attribute(function: int, attribute: int) -> int:
 
 
 def launch(function: int, dims: ctypes.Array, shared: int, cooperative: int, stream: int, params: ctypes.Array) -> int:
-    """Returns the number of the closure to run, or an error below zero. Reads the arguments now, memory when it runs."""
+    """Returns the number of the closure to run, or an error below zero. Reads arguments now, memory when it runs."""
     try:
         return _launch(_modules[function - 1], list(dims[:6]), shared, bool(cooperative), stream, params)
     except BaseException:

@@ -214,7 +214,7 @@ def _device(func: Any, args: Any, kwargs: Any) -> torch.device:
 
 
 def _for_cpu(tree: Any) -> Any:
-    """Replaces CUDA tensors by CPU tensors on the same memory. CPU scalars are read now, as a launch reads arguments."""
+    """Replaces CUDA tensors by CPU tensors on the same memory. CPU scalars are read now, as by a launch."""
 
     def convert(x: object) -> object:
         if isinstance(x, Tensor):
