@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from swd_fused import captures
 from swd_fused.active import Active
 from swd_fused.arguments import check_grads, check_state
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
@@ -64,8 +65,13 @@ class Bucket:
         self.numel = sum(numels)
         self.numels = upload(torch.tensor(numels, device="cpu"), self.device)
         self.count = self.numels.sum(dtype=scalar_dtype(self.device))
-        self.steps = torch.stack([state["step"].to(self.device, torch.float32) for state in self._states])
-        self._step_views = list(self.steps.unbind())
+        self._is_captured = captures.is_capturing(self.device)
+        steps = [state["step"].to(self.device, torch.float32) for state in self._states]
+        self.steps = torch.stack(steps)
+        self._own_step_views = list(self.steps.unbind())
+        # Step counts that a graph advances must stay where they are: `steps` is a copy of them for each step then.
+        self._copies_steps = self._is_captured or captures.are_shared(steps)
+        self._step_views = steps if self._copies_steps else self._own_step_views
         for state, view in zip(self._states, self._step_views, strict=True):
             state["step"] = view
         self._sums: Tensor | None = None
@@ -75,6 +81,11 @@ class Bucket:
         self.grad_sum: Tensor | None = None  # sum of grad^2, by whichever pass is the first to read them
         self.plan: Any = None  # what else the backend keeps
         self._hyper: Hyper | None = None
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """All that a step writes to besides parameters and step counts."""
+        return [*self.exp_avgs, *self.exp_avg_sqs, *self.max_exp_avg_sqs, *self.masters]
 
     @property
     def averaged(self) -> list[Tensor]:
@@ -135,7 +146,30 @@ class Bucket:
             self._follow_params()
         self.grads = grads
         self.grad_sum = None
+        self.prepare(param_groups)
+
+    def prepare(self, param_groups: list[dict[str, Any]]) -> None:
+        """Before `steps` and `hyper` are read, in a step of this bucket or in the next one."""
         self.set_hyper(param_groups)
+        if captures.is_capturing(self.device):
+            self._note_capture()
+        if self._copies_steps:
+            torch._foreach_copy_(self._own_step_views, self._step_views)
+
+    def _note_capture(self) -> None:
+        if not self.backend.is_capturable:
+            raise RuntimeError(
+                f'FusedAdamS got a step on the "{self.backend.description(self.device)}" backend in the capture of a '
+                'CUDA graph, wanted backend="triton": other backends replace tensors from step to step, and a graph '
+                "would go on with the first ones."
+            )
+        captures.share_steps(self._step_views)
+        if not self._is_captured:
+            captures.keep(self.groups, self.tensor_ids, self.numels, self.count, self.steps)
+
+    def is_stepped_by_graphs(self) -> bool:
+        """Whether a CUDA graph may have stepped some of the tensors since this bucket did."""
+        return self._copies_steps or captures.are_shared([self.steps])
 
     def check(self) -> None:
         """That every tensor fits its parameter, before any is written to."""
@@ -146,6 +180,8 @@ class Bucket:
     def end_step(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
         began, self.grads = bool(self.grads), []
+        if self._copies_steps and began:
+            torch._foreach_copy_(self._step_views, self._own_step_views)
         if self.masters and began:
             self._param_versions = _versions(self.params)
 
@@ -162,8 +198,10 @@ class Bucket:
 
     def set_hyper(self, param_groups: list[dict[str, Any]]) -> None:
         rows = hyper_rows(param_groups, self.options.decay, self.options.bias_correction)
-        if self._hyper is None or self._hyper.numbers != rows:
+        if self._hyper is None or self._hyper.is_captured or self._hyper.numbers != rows:
             self._hyper = Hyper(rows, self.device)
+        elif captures.is_capturing(self.device):
+            captures.keep(self._hyper)
         self._hyper.set_tensor_lrs(param_groups)
 
     def carried_sum(self) -> Tensor:

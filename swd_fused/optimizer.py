@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from swd_fused import backends, known_sum
+from swd_fused import backends, captures, known_sum
 from swd_fused.active import Active, active_params
 from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.arguments import (
@@ -41,6 +41,7 @@ from swd_fused.options import Options
 from swd_fused.precision import check_precision, check_use_of_precision
 from swd_fused.state import initialized
 from swd_fused.step import Number, exact, lagged, take_step
+from swd_fused.upload import moved, upload
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
@@ -161,6 +162,7 @@ class FusedAdamS(InAdamWTerms):
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning()
         self._lagged_sums = LaggedSums()
+        self._moments_in_graphs: list[object] = []  # which graphs go on to use after others were loaded
         self._forget()
         defaults = {
             "lr": lr,
@@ -294,6 +296,9 @@ class FusedAdamS(InAdamWTerms):
     def _take_step(self, active: Active, collective: Collective, known: Known | None) -> None:
         amsgrads = [group["amsgrad"] for group in self.param_groups]
         first, before = False, self._arrangement
+        capturing = any(captures.is_capturing(param.device) for param in active.params[:1])
+        if capturing:
+            self._check_capture(active, collective, known)
         if self._arrangement is None or not self._arrangement.serves(active, amsgrads):
             check_grads(active.params, active.grads)
             first = not any(active.states)
@@ -304,7 +309,9 @@ class FusedAdamS(InAdamWTerms):
             getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.options.skip_nonfinite
         )
         use_lagged = self._needs_one_pass() and not (first and collective.is_local)
-        took_last_step = (before or self._arrangement).buckets if use_lagged else []
+        # Of graphs nobody tells which one took the last step, and with which parameters.
+        knows_last = not any(bucket.is_stepped_by_graphs() for bucket in buckets)
+        took_last_step = (before if before and knows_last else self._arrangement).buckets if use_lagged else []
         if use_lagged and loss_scale.may_skip and collective.is_local:
             use_lagged = not all(bucket.is_known_to_be_new() for bucket in took_last_step)
         before_update = None if self._adamw_weight_decay is None else self._match_adamw_now
@@ -318,7 +325,7 @@ class FusedAdamS(InAdamWTerms):
             if not collective.is_local:
                 return self._lagged_sums.number(buckets, collective, self.total_numel, any(amsgrads), loss_scale)
             for bucket in took_last_step:
-                bucket.set_hyper(self.param_groups)
+                bucket.prepare(self.param_groups)
             return lagged(took_last_step, collective, self.total_numel, loss_scale)
 
         alone = len(buckets) == 1 and collective.is_local and known is None and self.total_numel is None
@@ -333,18 +340,51 @@ class FusedAdamS(InAdamWTerms):
             result = fused or take_step(buckets, number, loss_scale, before_update)
             self.exp_avg_sq_mean, self.grad_norm, skip = result
             if skip is not None and loss_scale.may_skip and not self._whole_model_sum.goes_on:
-                # In place: a CUDA graph adds to the same number in each replay.
-                self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
+                self._count_skipped(skip)
             if use_lagged and not collective.is_local:
                 self._lagged_sums.leave(buckets, collective, loss_scale)
         except BaseException:
             self._arrangement = before  # the one that took the last step
             raise
+        else:
+            if capturing:  # what was made belongs to the graph
+                self._arrangement = before
+                self._moments_in_graphs.append([bucket.moments for bucket in buckets])
         finally:
             for bucket in buckets:
                 bucket.end_step()
         if self.options.decay == "scheduled":
             self._decay_warning.watch(self.exp_avg_sq_mean, self.param_groups)
+
+    def _count_skipped(self, skip: Tensor) -> None:
+        """In place: a CUDA graph adds to the same number in each replay."""
+        if self.skipped_steps.device != skip.device:
+            if captures.is_capturing(skip.device):
+                raise RuntimeError(
+                    "FusedAdamS got the first step that may be skipped in the capture of a CUDA graph, which would set "
+                    "skipped_steps back in each replay. Take such a step before, on a side stream."
+                )
+            is_on_host = self.skipped_steps.is_cpu
+            self.skipped_steps = (upload if is_on_host else moved)(self.skipped_steps, skip.device)
+        self.skipped_steps.add_(skip.to(torch.int64))
+
+    def _check_capture(self, active: Active, collective: Collective, known: Known | None) -> None:
+        """Refuses what a graph could not do again in each replay."""
+        if self._arrangement is None or not all(active.states):
+            raise RuntimeError(
+                "FusedAdamS got the first step of some parameters in the capture of a CUDA graph, which would start "
+                "them anew in each replay. Take a step with the same gradients before, on a side stream."
+            )
+        if known is not None and known.numel is not None:
+            raise RuntimeError(
+                "FusedAdamS got step(grad_sumsq=, numel=) in the capture of a CUDA graph, where the sum of the whole "
+                "model cannot be carried on. Leave out numel, and step all parameters at once."
+            )
+        if self.schedule == "lagged" and not collective.is_local:
+            raise RuntimeError(
+                'FusedAdamS got a step with schedule="lagged" over several ranks in the capture of a CUDA graph: the '
+                'sums of the step before are on their way between the ranks. Use schedule="exact".'
+            )
 
     def _needs_one_pass(self) -> bool:
         """Whether nothing of this step's gradients must be known before the update."""
@@ -357,6 +397,11 @@ class FusedAdamS(InAdamWTerms):
     ) -> Number:
         if known.numel is None:
             return known_sum.number(known, buckets, collective, self.max_grad_norm, self.total_numel, loss_scale)
+        if any(bucket.is_stepped_by_graphs() for bucket in buckets):
+            raise RuntimeError(
+                "FusedAdamS got step(grad_sumsq=, numel=) after steps of a CUDA graph, which the carried sum of the "
+                "whole model would leave out. Leave out numel, and step all parameters at once."
+            )
         if not loss_scale.may_skip:  # a step that is skipped would leave none
             for bucket in buckets:
                 bucket.need_no_sums()
@@ -436,6 +481,7 @@ class FusedAdamS(InAdamWTerms):
         super().__setstate__(state)
         self._handle = new_handle(self)
         self._lagged_sums = self.__dict__.get("_lagged_sums", LaggedSums())
+        self.__dict__.setdefault("_moments_in_graphs", [])
         self._start_anew()
         self._decay_warning = DecayWarning()
 

@@ -149,7 +149,7 @@ def test_a_full_grid_is_resident(backend: str, dtype: torch.dtype, amsgrad: bool
     optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
     run(params, grads, optimizer)
     assert optimizer._arrangement is not None
-    (part,) = optimizer._arrangement.buckets[0].plan.parts
+    (part,) = optimizer._arrangement.buckets[0].plan._with_sums
     if ON_GPU:
         assert part.programs % multiprocessors == 0
         assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import CARRIED, GRAD_SUM, MAX_SUM, TENSOR
-from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively
-from swd_fused.backends.triton.plan import Plan
+from swd_fused.backends.triton.kernels.tables import CARRIED, GRAD_SUM, MAX_SUM, SUM, TENSOR
+from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
+from swd_fused.backends.triton.plan import plan_of
 from swd_fused.bucket import Bucket
 from swd_fused.loss_scale import LossScale
 from swd_fused.schedule import bias_corrections
 
+# Passes that are launched by themselves share one grid, that of the longest, since they share their sums.
+PASSES = kernels.update_kernel
+
 
 class TritonBackend:
+    is_capturable = True
+
     def description(self, device: torch.device) -> str:
         if INTERPRETED:
             return "triton (interpreted)"
@@ -26,7 +32,7 @@ class TritonBackend:
     def gradient_sums(self, bucket: Bucket) -> Tensor:
         plan = plan_of(bucket)
         totals = plan.new_totals(bucket)
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.slots, part.counter
             read = part.sums, bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             plan.launcher(kernels.gradient_sums_kernel, bucket, part)(part.programs, *written, *read)
@@ -38,13 +44,16 @@ class TritonBackend:
         plan = plan_of(bucket)
         beta2 = bucket.hyper.column("beta2")[bucket.groups]
         weights = beta2 / bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
-        parts = [part.sums[: part.n_segments] * weights[part.segments[:, TENSOR.value]] for part in plan.parts]
-        return torch.cat(parts).sum()
+        sums = [
+            part.sums[: part.n_segments, SUM.value] * weights[part.segments[:, TENSOR.value]]
+            for part in plan.parts_for(PASSES, bucket)
+        ]
+        return torch.cat(sums).sum()
 
     def max_exp_avg_sq_sum(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan = plan_of(bucket)
         totals = plan.new_totals(bucket)
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.slots, part.counter
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.max_exp_avg_sq_sum_kernel, bucket, part)
@@ -52,10 +61,9 @@ class TritonBackend:
         return totals[:, MAX_SUM.value].sum()
 
     def last_exp_avg_sq_sum(self, bucket: Bucket) -> Tensor:
-        # A bucket that took the step before and is not needed in this one has no gradients, and needs none.
-        plan: Plan = plan_of(bucket) if bucket.grads else bucket.plan
-        last = torch.empty(len(plan.parts), 2, dtype=torch.float64, device=bucket.device)
-        for part, row in zip(plan.parts, last, strict=True):
+        plan = plan_of(bucket)
+        last = torch.empty(plan.n_parts, 2, dtype=torch.float64, device=bucket.device)
+        for part, row in zip(plan.parts_for(PASSES, bucket), last, strict=True):
             plan.find_last(bucket, part, row)
         return last.sum(0)
 
@@ -68,7 +76,7 @@ class TritonBackend:
             plan.one if grad_factor is None else grad_factor,
             plan.zero if skip is None else skip,
         )
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.sums, part.slots, part.counter
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.update_kernel, bucket, part, sum_grads)
@@ -76,15 +84,17 @@ class TritonBackend:
         bucket.steps += 1 if skip is None else 1 - skip
         if sum_grads:
             bucket.grad_sum = totals[:, GRAD_SUM.value].sum()
+        plan.last = None
         plan.end(bucket)
 
     def step(
         self, bucket: Bucket, max_grad_norm: float | None, lagged: bool, loss_scale: LossScale
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         plan = plan_of(bucket)
-        part = plan.parts[0]
-        if len(plan.parts) > 1 or not (lagged or can_wait(part.programs, bucket.device)):
+        if plan.n_parts > 1 or not (lagged or can_wait(bucket.device)):
             return None
+        kernel = kernels.lagged_step_kernel if lagged else kernels.exact_step_kernel
+        (part,) = plan.parts_for(kernel, bucket)
         results = torch.empty(3, dtype=torch.float64, device=bucket.device)
         written = results, part.sums, part.slots, bucket.steps
         scale = (
@@ -93,18 +103,21 @@ class TritonBackend:
         )
         limits = plan.limits(bucket, max_grad_norm)
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
+        run = plan.launcher(kernel, bucket, part)
         if lagged:
             beta2s = [row[2] for row in bucket.hyper.numbers]
             if plan.last is None or plan.beta2s_of_last != beta2s:
                 plan.beta2s_of_last = beta2s
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
-            run = plan.launcher(kernels.lagged_step_kernel, bucket, part)
             run(part.programs, *written, plan.last, part.counter, *read, len(bucket.params), part.n_segments)
         else:
-            plan.last = None
-            run = plan.launcher(kernels.exact_step_kernel, bucket, part)
-            run(part.programs, *written, part.counter, *read, len(bucket.params))
+            try:
+                run(part.programs, *written, part.counter, *read, len(bucket.params))
+            except RuntimeError as error:
+                if not refuses_cooperation(error, bucket.device):
+                    raise
+                return None
         plan.end(bucket)
         exp_avg_sq_mean, grad_norm, skip = results.unbind()
         return exp_avg_sq_mean, grad_norm, skip
@@ -114,15 +127,6 @@ class TritonBackend:
         return torch.empty(0, dtype=torch.float64, device=exp_avg_sqs[0].device)
 
 
-def can_wait(programs: int, device: torch.device) -> bool:
+def can_wait(device: torch.device) -> bool:
     """Whether the programs of a grid can wait for one another. The interpreter runs one after another."""
-    return programs == 1 if INTERPRETED else can_launch_cooperatively(device)
-
-
-def plan_of(bucket: Bucket) -> Plan:
-    """Ready for the passes over this step's gradients."""
-    if bucket.plan is None:
-        bucket.plan = Plan(bucket)
-    plan: Plan = bucket.plan
-    plan.begin(bucket)
-    return plan
+    return triton_launch.INTERPRETED_PROGRAMS == 1 if INTERPRETED else can_launch_cooperatively(device)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
+from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
 from swd_fused.upload import upload
 
@@ -95,6 +95,7 @@ class Part:
         rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
         self.segments = upload(rows, device)
         self.program_segments = upload(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
-        self.sums = torch.zeros(max(1, self.n_segments), dtype=torch.float64, device=device)
+        # -1 is no step count: nothing is known yet.
+        self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)

@@ -21,6 +21,9 @@ from swd_fused.backends.triton.kernels.tables import (
     ROUNDING_START,
     SEGMENT_COLUMNS,
     SLOT_COLUMNS,
+    SUM,
+    SUM_COLUMNS,
+    SUM_STEP,
     TENSOR,
     TENSOR_COLUMNS,
 )
@@ -45,7 +48,7 @@ def gradient_sums(
         bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
         squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
         grad_sum += squares
-        carried += beta2 * tl.load(sums + segment) / bias_correction2
+        carried += beta2 * tl.load(sums + segment * SUM_COLUMNS + SUM) / bias_correction2
         fresh += (1 - beta2) * squares / bias_correction2
     slot = slots + program * SLOT_COLUMNS
     tl.store(slot + GRAD_SUM, grad_sum)
@@ -95,7 +98,8 @@ def update(
             tl.load(limits + ROUNDING_START),
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, BLOCK,
         )  # fmt: skip
-        tl.store(sums + segment, total)
+        tl.store(sums + segment * SUM_COLUMNS + SUM, total)
+        tl.store(sums + segment * SUM_COLUMNS + SUM_STEP, step)
         grad_sum += squares
     if SUM_GRADS:
         tl.store(slots + program * SLOT_COLUMNS + GRAD_SUM, grad_sum)
@@ -103,14 +107,19 @@ def update(
 
 @triton.jit
 def stored_sums(
-    sums, tensors, segments, program_segments, hyper,
+    sums, steps, tensors, segments, program_segments, hyper,
     EXP_AVG_SQ: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `update` leaves in `sums`, from the second moments as they are stored."""
+    """Finds what `update` leaves in `sums` from the second moments as they are stored, where `sums` is out of date."""
     program = tl.program_id(0)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
-        _, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
-        tl.store(sums + segment, sum_of_stored(tensor_row, start, count, EXP_AVG_SQ, COMPUTE, AMSGRAD, VECTOR, BLOCK))
+        tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
+        row = sums + segment * SUM_COLUMNS
+        step = tl.load(steps + tensor).to(tl.float64)
+        if tl.load(row + SUM_STEP) != step:
+            total = sum_of_stored(tensor_row, start, count, EXP_AVG_SQ, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+            tl.store(row + SUM, total)
+            tl.store(row + SUM_STEP, step)
 
 
 @triton.jit
@@ -140,7 +149,7 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
         corrects_bias = tl.load(hyper + group * HYPER_COLUMNS + CORRECTS_BIAS, mask=mask, other=0.0)
         bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
         stepped = step > 0
-        exp_avg_sq_sum = tl.load(sums + begin + lanes, mask=mask, other=0.0)
+        exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM_COLUMNS + SUM, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
         number += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
     return tl.sum(total), tl.sum(number)
