@@ -49,10 +49,8 @@ def inner_loops(sass: str) -> list[list[Instruction]]:
         target = re.search(r"0x([0-9a-f]+)", instruction.operands)
         if instruction.opcode.startswith("BRA") and target and int(target[1], 16) <= instruction.address:
             loops.append((place[int(target[1], 16)], end))
-    inner = [
-        (start, end) for start, end in loops if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)
-    ]
-    return [code[start : end + 1] for start, end in inner]
+    others_within = [sum(start <= a and b <= end for a, b in loops) - 1 for start, end in loops]
+    return [code[start : end + 1] for (start, end), others in zip(loops, others_within, strict=True) if not others]
 
 
 def bytes_in_flight(loop: list[Instruction]) -> int:

@@ -20,7 +20,7 @@ from swd_fused.backends.triton.parts import Dtypes
 from .machine_code import MachineCode, read_amdgcn, read_cubin
 
 PROCESSES = 2
-ARCHITECTURES: list[int | str] = [80, 90, 100, "gfx942"]
+ARCHITECTURES: list[int | str] = [80, 90, 100, 120, "gfx942"]
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 PLAIN = Variant(amsgrad=False, master=False, stochastic=False)

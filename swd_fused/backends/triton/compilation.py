@@ -9,8 +9,8 @@ import torch
 
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import PLAIN_REGISTERS, THREADS, Launcher, resident_programs
-from swd_fused.backends.triton.parts import FLOAT32_VECTOR, Dtypes
+from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
+from swd_fused.backends.triton.parts import Dtypes
 from swd_fused.bucket import Bucket
 
 
@@ -47,21 +47,13 @@ def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, wa
     options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     if kernel is kernels.exact_step_kernel:
         options["launch_cooperative_grid"] = True
-    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes, variant)}
+    return options if hip else {**options, "maxnreg": most_registers(dtypes, variant)}
 
 
-def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
-    """So few that many programs are resident, and so many that nothing is spilled: found by compiling for sm_80, sm_90
-    and sm_100. Left alone NVIDIA's compiler takes more in the plain float32 step, and spills some elsewhere."""
-    if dtypes.vector != FLOAT32_VECTOR or kernel is kernels.update_kernel:
-        return 128
-    if variant.amsgrad:
-        return 96 if kernel is kernels.exact_step_kernel else 128
-    if kernel is not kernels.exact_step_kernel:
-        return 96
-    if variant.master or variant.stochastic:
-        return 80
-    return PLAIN_REGISTERS if dtypes.grad.itemsize == torch.float32.itemsize else 72
+def most_registers(dtypes: Dtypes, variant: Variant) -> int:
+    """Returns so few that enough programs are resident, and so many that nothing is spilled: found by compiling for
+    sm_80, sm_90, sm_100 and sm_120. Left alone NVIDIA's compiler takes more in some kernels."""
+    return 168 if dtypes.compute == torch.float64 or variant.amsgrad else 128
 
 
 @cache

@@ -15,21 +15,18 @@ from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels, memory
 
-# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. Twice
-# as many took 96 registers and more. No autotuning: trial runs of an update would apply it again.
+# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
+# autotuning: trial runs of an update would apply it again.
 THREADS: int = memory.THREADS.value
 BLOCK = 512
 
-# 1024 threads, each with 64 bytes of an update on their way, are 64 KB for a multiprocessor. An H100 needs 18 KB in
-# flight to reach its bandwidth (3.35 TB/s at some 700 ns), a B200 43 KB. More programs would only make sums longer.
+# To reach its bandwidth an H100 needs 18 KB on their way to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42
+# (8 TB/s at 800 ns). With 96 to 160 bytes of an update for each thread 3 or 4 programs are enough; more than 8 would
+# only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# So many programs are resident with 64 registers for each thread, as the plain float32 step has them. Other variants
-# need more, and get it.
-PLAIN_REGISTERS = 64
-
-# Where another version of the compiler spills some of them even so, as Triton 3.9 does.
-MORE_REGISTERS = (80, 96, 128, 168)
+# Tried in turn where another version of the compiler spills registers at the number chosen for a kernel.
+MORE_REGISTERS = (168, 255)
 
 # In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
 # one another must have one only.
