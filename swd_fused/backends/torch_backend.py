@@ -31,6 +31,8 @@ TensorList = list[Tensor] | tuple[Tensor, ...]
 
 
 class TorchBackend:
+    is_capturable = False
+
     def description(self, device: torch.device) -> str:
         return "torch"
 
