@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from swd_fused.backends.triton.compilation import Variant, compile_options, constants_for
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import ARGUMENTS
+from swd_fused.backends.triton.launch import ARGUMENTS, MORE_REGISTERS
 from swd_fused.backends.triton.parts import Dtypes
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
@@ -52,6 +52,7 @@ class Binary(NamedTuple):
     shared_bytes: int
     is_cooperative: bool
     code: MachineCode
+    spills_at_first: bool  # then it was compiled again with more registers, as `Launcher` would
 
 
 @functools.cache
@@ -86,12 +87,19 @@ def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> 
     options = compile_options(kernel, dtypes, variant, is_amd, warp_size)
     target = GPUTarget("hip" if is_amd else "cuda", arch, warp_size)
     compiled = triton.compile(source, target=target, options=options)
+    code = read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"])
+    spills_at_first = bool(code.spills)
+    for most in MORE_REGISTERS:
+        if code.spills and not is_amd:
+            compiled = triton.compile(source, target=target, options={**options, "maxnreg": most})
+            code = read_cubin(compiled.asm["cubin"])
     return Binary(
         compiled.asm.get("ptx", ""),
         compiled.metadata.num_warps * warp_size,
         compiled.metadata.shared,
         compiled.metadata.launch_cooperative_grid,
-        read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"]),
+        code,
+        spills_at_first,
     )
 
 

@@ -40,6 +40,14 @@ WIDE = {
 # What a B200 needs on their way to each multiprocessor: 8 TB/s at 800 ns, of 148 multiprocessors.
 ENOUGH_IN_FLIGHT = 42 * 1024
 
+# An RTX 5090, the fastest with sm_120, needs a fifth of that: 1.8 TB/s at 800 ns, of 170 multiprocessors. Its compiler
+# takes more registers, so that some kernels have 3 programs resident there.
+ENOUGH_ON_SM_120 = 9 * 1024
+COMPILED_TWICE = {
+    ("exact_step_kernel", 120, "bf16 rounded by chance"),
+    ("lagged_step_kernel", 120, "bf16 rounded by chance"),
+}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _all_submitted() -> None:
@@ -50,9 +58,10 @@ def _all_submitted() -> None:
 
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), CASES)
 def test_nothing_is_spilled(kernel: str, arch: int | str, configuration: str) -> None:
-    code = submit(kernel, arch, configuration).result().code
-    assert (code.spills, code.stack_bytes) == (0, 0)
-    assert code.registers <= 168
+    binary = submit(kernel, arch, configuration).result()
+    assert (binary.code.spills, binary.code.stack_bytes) == (0, 0)
+    assert binary.code.registers <= 168
+    assert binary.spills_at_first == ((kernel, arch, configuration) in COMPILED_TWICE)
 
 
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), NVIDIA_CASES)
@@ -68,7 +77,8 @@ def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: i
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         programs = resident_programs(SimpleNamespace(n_regs=binary.code.registers), torch.device("cuda"))
     assert binary.code.bytes_in_flight
-    assert min(binary.code.bytes_in_flight) * binary.threads * programs >= ENOUGH_IN_FLIGHT
+    enough = ENOUGH_ON_SM_120 if arch == 120 else ENOUGH_IN_FLIGHT
+    assert min(binary.code.bytes_in_flight) * binary.threads * programs >= enough
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

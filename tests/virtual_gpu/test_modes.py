@@ -117,3 +117,40 @@ def test_a_mode_agrees_with_plain_pytorch(name: str) -> None:
     for launch in launched:
         assert launch.cooperative == ("exact_step" in launch.name)
         assert launch.grid <= launch.resident * gpu.settings.multiprocessors
+
+
+@pytest.mark.parametrize("options", [{}, LAGGED, {"amsgrad": True}], ids=str)
+def test_gradients_that_come_and_go_change_only_addresses(options: dict[str, Any]) -> None:
+    """One launch for each step, and two uploads at most besides the mask: addresses and limits. No pass over v."""
+    mode = Mode(options, missing=True, steps=7)
+    on_gpu, on_cpu = Training(mode, "cuda", "triton"), Training(mode, "cpu", "torch")
+    for t in range(mode.steps):
+        for training in (on_gpu, on_cpu):
+            training.prepare(t)
+            first, before = len(gpu.launches), gpu.counts()
+            training.optimizer.step()
+            if training is on_gpu and t >= 4:  # all have state, and each pattern was there once
+                names = [launched.name for launched in gpu.launches[first:] if "kernel" in launched.name]
+                assert names == [f"{options.get('schedule', 'exact')}_step_kernel"]
+                after = gpu.counts()
+                assert after["h2d_pinned"] - before["h2d_pinned"] <= 3
+                assert after["sync"] == before["sync"]
+    for value, expected in zip(on_gpu.values(), on_cpu.values(), strict=True):
+        if value.numel():
+            torch.testing.assert_close(value, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_a_first_lagged_step_that_is_skipped_leaves_the_next_one_exact() -> None:
+    mode = Mode(LAGGED, scaler=True, steps=4)
+    on_gpu, on_cpu = Training(mode, "cuda", "triton"), Training(mode, "cpu", "torch")
+    for t in range(mode.steps):
+        for training in (on_gpu, on_cpu):
+            training.prepare(t)
+            training.optimizer.found_inf.fill_(float(t in (0, 2)))  # type: ignore[attr-defined]
+            before = gpu.counts()["sync"]
+            training.optimizer.step()
+            assert training is on_cpu or gpu.counts()["sync"] == before
+        for value, expected in zip(on_gpu.values(), on_cpu.values(), strict=True):
+            if value.numel():
+                torch.testing.assert_close(value, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+    assert on_gpu.optimizer.skipped_steps == 2

@@ -47,13 +47,20 @@ def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, wa
     options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     if kernel is kernels.exact_step_kernel:
         options["launch_cooperative_grid"] = True
-    return options if hip else {**options, "maxnreg": most_registers(dtypes, variant)}
+    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes, variant)}
 
 
-def most_registers(dtypes: Dtypes, variant: Variant) -> int:
+def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
     """Returns so few that enough programs are resident, and so many that nothing is spilled: found by compiling for
-    sm_80, sm_90, sm_100 and sm_120. Left alone NVIDIA's compiler takes more in some kernels."""
-    return 168 if dtypes.compute == torch.float64 or variant.amsgrad else 128
+    sm_80, sm_90, sm_100 and sm_120. Left alone NVIDIA's compiler takes more in some kernels.
+
+    96 let 5 programs be resident, 128 let 4, and 168 let 3, which are enough where weights are read in float32. Some
+    kernels for 16-bit weights spill at 128 on sm_120, and get more from `Launcher` there.
+    """
+    if kernel is kernels.exact_step_kernel and dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2:
+        return 96
+    sums_grads_of_float32 = kernel is kernels.lagged_step_kernel and dtypes.weight == torch.float32
+    return 168 if dtypes.compute == torch.float64 or variant.amsgrad or sums_grads_of_float32 else 128
 
 
 @cache
