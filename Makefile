@@ -6,7 +6,7 @@ DEVICE ?= cpu
 IN_PARALLEL := -n auto --dist loadfile
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-gpu lint bench frameworks paper wheel compat docs clean
+.PHONY: demo test test-gpu test-virtual-gpu lint bench frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -19,11 +19,16 @@ test: lint
 test-gpu: $(VENV)/.with-demo,bench,test
 	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
+# The same without a GPU, see tests/virtual_gpu/README.md: 5 GB in ~/.cache/swd-virtual-gpu, nothing in $(VENV).
+test-virtual-gpu:
+	tests/virtual_gpu/run python -m pytest $(IN_PARALLEL)
+	tests/virtual_gpu/run --devices 2 python -m pytest tests/backends/test_gpu.py -k device
+
 lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/gpu_code/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/gpu_code/*.cpp tests/virtual_gpu/driver/*.[ch]
 
 # DEVICE=cuda measures steps on a CUDA or ROCm GPU; the rest is about the CPU.
 bench: $(VENV)/.with-bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.element_numbers import element_numbers
 from swd_fused.options import Options, check_grads
@@ -44,7 +46,8 @@ class Bucket:
     None. Complex tensors are here as views of real pairs, DTensors as their local part.
 
     `steps` is the state's own memory: each `state["step"]` is a view of one of its elements, so a thousand counters
-    advance as one tensor. As a list of tensors they took longer than the update itself. `sums` is a cache of the second
+    advance as one tensor. As a list of tensors they took longer than the update itself. Where a CUDA graph advances the
+    counters they must stay where they are, and `steps` is a copy of them during a step. `sums` is a cache of the second
     moments' sums, never state.
     """
 
@@ -80,8 +83,11 @@ class Bucket:
         self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if is_rounded_at_random]
         self._numels = [param.numel() for param in self.params]
         self.numels = upload(torch.tensor(self._numels, device="cpu"), self.device)
-        self.steps = torch.stack([entry.staged["step"].to(self.device, torch.float32) for entry in entries])
-        self._step_views = list(self.steps.unbind())
+        steps = [entry.staged["step"].to(self.device, torch.float32) for entry in entries]
+        self.steps = torch.stack(steps)
+        self._elements_of_steps = list(self.steps.unbind())
+        self._copies_steps = captures.are_shared(steps)
+        self._step_views = steps if self._copies_steps else self._elements_of_steps
         for entry, view in zip(entries, self._step_views, strict=True):
             entry.staged["step"] = view
         self._counted_params = [param for param in self.params if not param.is_inference()]
@@ -151,6 +157,23 @@ class Bucket:
 
     # --- From step to step
 
+    def for_capture(self) -> Bucket:
+        """Returns a copy for a step that is captured in a CUDA graph, which must be kept as long as the graph is."""
+        if not self.backend.is_capturable:
+            raise RuntimeError(
+                f'FusedAdamS got a step on the "{self.backend.description(self.device)}" backend in the capture of a '
+                'CUDA graph, wanted backend="triton": other backends replace tensors from step to step, and a graph '
+                "would go on with the first ones."
+            )
+        captures.share_steps(self._step_views)
+        captured = copy.copy(self)
+        captured.plan = self.plan.for_capture()
+        return captured
+
+    def is_stepped_by_graphs(self) -> bool:
+        """Whether a CUDA graph may have stepped some of the tensors since this bucket did."""
+        return self._copies_steps or captures.are_shared([self.steps])
+
     def is_current(self) -> bool:
         """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
         that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
@@ -218,6 +241,8 @@ class Bucket:
             pairs = zip(self._whole_params, grads, strict=True)
             grads = [None if grad is None else _as_real(local_grad(param, grad)) for param, grad in pairs]
         self.has_all_grads = all(map(is_not, grads, repeat(None)))
+        if self._copies_steps:
+            torch._foreach_copy_(self._elements_of_steps, self._step_views)
         self.grads = grads
         if any(map(Tensor.is_neg, self.present_grads)):  # lazily negated: the memory has the other sign
             self.grads = [None if grad is None else grad.resolve_neg() for grad in grads]
@@ -230,6 +255,12 @@ class Bucket:
         check_grads([param for param, _ in present], [grad for _, grad in present])
         optional = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
         check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *optional])
+
+    def end(self) -> None:
+        """Lets go of the gradients: between steps they are the user's to free."""
+        has_begun, self.grads = bool(self.grads), []
+        if self._copies_steps and has_begun:
+            torch._foreach_copy_(self._step_views, self._elements_of_steps)
 
     def follow_params(self) -> None:
         """Updates masters after someone has written to parameters, loading a model for instance: where a master no
@@ -350,13 +381,9 @@ class Buckets:
         self._hyper_rows = HyperRows(options.decay)
         self.rows: list[HyperRow] = []  # of the last step's hyper-parameters
         self._kept: list[Arrangement] = []  # the one that was used last comes first
-        self._begun: Arrangement | None = None
+        self.current: list[Bucket] = []  # of the last step
+        self.are_captured = False  # in a CUDA graph, which these then are copies for
         self.were_changed = False  # by others, since the last step: what that step left does not hold any more
-
-    @property
-    def current(self) -> list[Bucket]:
-        """The buckets of the last step."""
-        return self._kept[0].buckets if self._kept else []
 
     def begin(
         self, groups: Sequence[Group], state: dict[Tensor, dict[str, Any]], grads: Sequence[Tensor | None]
@@ -374,14 +401,19 @@ class Buckets:
                 break
         is_new = arrangement is None
         if arrangement is None:
+            captures.check_prepared({param.device for param in params})
             arrangement = self._arrange(params, groups, state, grads)
+        buckets = arrangement.buckets
+        are_captured = any(captures.is_capturing(bucket.device) for bucket in buckets)
+        if are_captured:
+            buckets = [bucket.for_capture() for bucket in buckets]
         try:
-            for bucket in arrangement.buckets:
+            for bucket in buckets:
                 bucket.begin(grads, rows, groups)
                 bucket.backend.prepare(bucket)
         except BaseException:
-            for bucket in arrangement.buckets:
-                bucket.grads = []
+            for bucket in buckets:
+                bucket.end()
             raise
         last = self._kept[0] if self._kept else None
         if arrangement is not last:
@@ -391,14 +423,18 @@ class Buckets:
             self._kept = [arrangement, *(kept for kept in self._kept if kept is not arrangement)][:ARRANGEMENTS_KEPT]
         else:
             self.were_changed = False
-        for bucket in arrangement.buckets:
+        self.current, self.are_captured = buckets, are_captured
+        for bucket in buckets:
             bucket.follow_params()
-        return arrangement.buckets
+        return buckets
 
     def end(self) -> None:
         """Lets go of the step's gradients: between steps they are the user's to free."""
         for bucket in self.current:
-            bucket.grads = []
+            bucket.end()
+        if self.are_captured:  # the writes are counted, and known only to the copies
+            for bucket in self._kept[0].buckets:
+                bucket.note_versions()
 
     def _arrange(
         self,

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import backends
+from swd_fused import backends, captures
 from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.buckets import Bucket, Buckets
 from swd_fused.compiled_step import new_handle, optimizer_step
@@ -66,7 +66,7 @@ from swd_fused.sums import (
     skip_on_all_ranks,
     stored_sum,
 )
-from swd_fused.upload import is_fake, moved
+from swd_fused.upload import is_fake, moved, upload
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
@@ -187,6 +187,7 @@ class FusedAdamS(InAdamWTerms):
         self._decay_warning = DecayWarning(is_fresh=True)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = StepBefore(self._pass_one)
+        self._in_graphs: list[Bucket] = []  # which go on with them, even after other state was loaded
         self._forget()
         defaults = {
             "lr": lr,
@@ -349,23 +350,30 @@ class FusedAdamS(InAdamWTerms):
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
                 return self._take_step(grads, grad_sumsq, numel)
-        self._end_calibration()
-        self._decay_warning.warn()
         ranks = self.collective(check=grad_sumsq is None)
-        if ranks.is_local and not any(map(is_not, grads, repeat(None))):
-            return None
         gate = Gate(
             self.max_grad_norm,
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
             self.options.skip_nonfinite,
         )
+        if captures.is_capturing(ranks.device):
+            captures.check_step(
+                carries_sum=numel is not None,
+                is_lagged_over_ranks=grad_sumsq is None and self._needs_one_pass() and not ranks.is_local,
+                is_calibrating=any(group["adamw_weight_decay"] is not None for group in self.param_groups),
+                is_first_to_skip=gate.may_skip and self.skipped_steps.device != ranks.device,
+            )
+        self._end_calibration()
+        self._decay_warning.warn()
+        if ranks.is_local and not any(map(is_not, grads, repeat(None))):
+            return None
         grad_sq = None
         if grad_sumsq is not None:
             grad_sq = checked_grad_sq(grad_sumsq, numel, self.param_groups, self.schedule, ranks.device)
         buckets = self._buckets.begin(self.param_groups, self.state, grads)
         try:
-            source = self._source(grads, grad_sq, numel)
+            source = self._source(buckets, grads, grad_sq, numel)
             scalars: StepScalars | Tensor | None = self._fused_step(buckets, source, gate, ranks)
             if scalars is None:
                 scalars = self._step_in_passes(buckets, source, gate, ranks)
@@ -374,7 +382,9 @@ class FusedAdamS(InAdamWTerms):
         self._record(scalars, gate)
         return None
 
-    def _source(self, grads: list[Tensor | None], grad_sq: Tensor | None, numel: int | None) -> Source:
+    def _source(
+        self, buckets: list[Bucket], grads: list[Tensor | None], grad_sq: Tensor | None, numel: int | None
+    ) -> Source:
         """Returns where this step's sums come from. All ranks come to the same answer."""
         if self._buckets.were_changed:
             self._step_before.forget()
@@ -383,6 +393,11 @@ class FusedAdamS(InAdamWTerms):
             if grad_sq is not None:
                 return FromCaller(grad_sq)
             return self._step_before if self._needs_one_pass() else self._pass_one
+        if any(bucket.is_stepped_by_graphs() for bucket in buckets):
+            raise RuntimeError(
+                "FusedAdamS got step(grad_sumsq=, numel=) after steps of a CUDA graph, which the carried sum of the "
+                "whole model would leave out. Leave out numel, and step all parameters at once."
+            )
         params = [param for param, grad in zip(self.numbered_params(), grads, strict=True) if grad is not None]
         beta2, bias_correction = float(self.param_groups[0]["betas"][1]), self.param_groups[0]["bias_correction"]
         self._in_parts.begin(grad_sq, numel, beta2, bias_correction, params, self._stored_sum)
@@ -431,10 +446,13 @@ class FusedAdamS(InAdamWTerms):
         if gate.may_skip and not self._in_parts.goes_on:
             skip = scalars[2]
             assert skip is not None, "whoever may skip says whether it did"
-            # In place: a CUDA graph adds to the same number in each replay.
-            self.skipped_steps = self.skipped_steps.to(skip.device).add_(skip.to(torch.int64))
+            if self.skipped_steps.device != skip.device:
+                self.skipped_steps = (upload if self.skipped_steps.is_cpu else moved)(self.skipped_steps, skip.device)
+            self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)
+        if self._buckets.are_captured:
+            self._in_graphs += self._buckets.current
         if self.options.decay == "scheduled":
             if not self._in_parts.goes_on:
                 self._count_calibration_step()
@@ -541,6 +559,7 @@ class FusedAdamS(InAdamWTerms):
             for key, value in (("bias_correction", True), ("adamw_weight_decay", None), ("calibration_steps", 0)):
                 group.setdefault(key, value)
         self._handle = new_handle(self)
+        self.__dict__.setdefault("_in_graphs", [])
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()

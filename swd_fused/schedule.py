@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused import captures
 from swd_fused.options import Decay, check_group
 from swd_fused.upload import moved, upload
 
@@ -139,6 +140,12 @@ class Hyper:
         """What is a tensor is read in each step anew, on the device: schedulers change it in place."""
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
+                if group["lr"].is_cpu and captures.is_capturing(self.table.device):
+                    raise ValueError(
+                        f"step got lr={group['lr'].item():g} as a CPU tensor in the capture of a CUDA graph, which "
+                        'could not follow its changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads '
+                        "in each replay, or a number, which stays as it is in the graph."
+                    )
                 self.column("lr")[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swd_fused import captures
+
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Copies host values to a device by way of pinned memory, which torch keeps until the copy is done.
@@ -14,8 +16,8 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device, non_blocking=True)
     pinned = values.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        CAPTURED_UPLOADS.append(pinned)
+    if captures.is_capturing(device):
+        captures.keep(pinned)  # the graph copies from it in each replay
     return pinned.to(device, non_blocking=True)
 
 
@@ -32,23 +34,22 @@ class HostCopy:
         stacked = torch.stack([value.detach().reshape(()).to(device, dtype, non_blocking=True) for value in values])
         self._host = torch.empty(len(values), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         self._host.copy_(stacked, non_blocking=True)
+        self._device = device
         self._arrival = torch.Event(device=device)
         self._arrival.record()
 
     def arrived(self) -> list[float] | None:
-        """Returns the numbers, or None as long as they are on their way."""
-        return self._host.tolist() if self._arrival.query() else None
+        """Returns the numbers, or None as long as they are on their way. A capture does not allow to ask."""
+        if captures.is_capturing(self._device) or not self._arrival.query():
+            return None
+        return self._host.tolist()
 
 
 def can_be_read_later(value: Tensor) -> bool:
     """Whether a HostCopy of a device's number can be made now: not of a tensor without memory, nor in a capture."""
-    return not value.is_meta and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not value.is_meta and not captures.is_capturing(value.device)
 
 
 def is_fake(value: Tensor) -> bool:
     """Whether nothing can be read from a tensor: it is on the meta device, or traced without memory."""
     return value.is_meta or isinstance(value, torch._subclasses.FakeTensor)
-
-
-# A CUDA graph copies from this memory in each replay, and nobody tells when a graph is gone.
-CAPTURED_UPLOADS: list[Tensor] = []

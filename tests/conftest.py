@@ -52,9 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On a GPU the tests that are about backends, and its own."""
     if DEVICE == "cpu":
         return
-    on_device = [item for item in items if "backend" in item.fixturenames or "test_gpu" in item.nodeid]  # type: ignore[attr-defined]
+    on_device = [item for item in items if "backend" in item.fixturenames or _is_for_gpus(item)]  # type: ignore[attr-defined]
     config.hook.pytest_deselected(items=[item for item in items if item not in on_device])
     items[:] = on_device
+
+
+def _is_for_gpus(item: pytest.Item) -> bool:
+    return "test_gpu" in item.nodeid or "virtual_gpu/" in item.nodeid
 
 
 @pytest.fixture

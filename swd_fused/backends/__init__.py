@@ -22,6 +22,8 @@ class Backend(Protocol):
     changed; None stands for 1 and 0.
     """
 
+    is_capturable: bool  # whether its steps may be captured in a CUDA graph
+
     def description(self, device: torch.device) -> str:
         """Returns the backend's name for `repr`, and what is special about it on this device."""
 
@@ -82,20 +84,27 @@ BEST = {"cpu": "cpu", "cuda": "triton"}
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HOW_TO_GET = {
     "cpu": "reinstall swd_fused with a C++ compiler: pip install --no-build-isolation .",
-    "triton": "use a CUDA or ROCm build of torch, which brings Triton, and move the model to the GPU.",
+    "triton": "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
+    "Triton needs, and move the model to the GPU.",
 }
 
 
-@cache
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
     """The backend that serves tensors of this device and (real) dtype, and how `repr` describes it."""
+    backend, why = _chosen(name, device, dtype)
+    return backend, why or backend.description(device)
+
+
+@cache
+def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str | None]:
+    """With a description where it is not the backend's own."""
     if name == "torch":
-        return TORCH, "torch"
+        return TORCH, None
     if name == "auto" and device.type not in BEST:
         return TORCH, f"torch (no fused kernels for {device.type} devices)"
     found = _fused(BEST[device.type] if name == "auto" else name, device, dtype)
     if not isinstance(found, str):
-        return found, found.description(device)
+        return found, None
     if name != "auto":
         raise RuntimeError(
             f'backend="{name}" cannot serve {dtype} parameters on {device}: {found}. '
@@ -112,4 +121,9 @@ def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str
         return f"no C++ kernels for {device.type} devices" if device.type != "cpu" else load_cpu_backend()
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"no Triton kernels for {device.type} devices (but with TRITON_INTERPRET=1, slowly, for the CPU's)"
-    return load_triton_backend()
+    found = load_triton_backend()
+    if isinstance(found, str):
+        return found
+    from swd_fused.backends.triton.launch import why_not_launchable
+
+    return why_not_launchable(device) or found

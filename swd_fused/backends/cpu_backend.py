@@ -18,6 +18,8 @@ ops = torch.ops.swd_fused
 
 
 class CpuBackend:
+    is_capturable = False
+
     def description(self, device: torch.device) -> str:
         return "cpu"
 

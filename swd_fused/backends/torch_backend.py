@@ -35,6 +35,8 @@ FUSED_DTYPES = {torch.float32, torch.float64}
 
 
 class TorchBackend:
+    is_capturable = False
+
     def description(self, device: torch.device) -> str:
         return "torch"
 

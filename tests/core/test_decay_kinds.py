@@ -65,7 +65,7 @@ def test_without_bias_correction(backend: str) -> None:
     grad = torch.tensor([0.5, 4.0], dtype=torch.float64)
     wanted = torch.tensor([1.0, -2.0], dtype=torch.float64) - 0.1 * (0.1 * grad) / ((0.001 * grad**2).sqrt() + 1e-8)
     torch.testing.assert_close(param.detach(), wanted, rtol=0, atol=1e-14)
-    assert optimizer.exp_avg_sq_mean == pytest.approx(float((0.001 * grad**2).mean()), rel=1e-12)
+    assert optimizer.exp_avg_sq_mean.item() == pytest.approx(float((0.001 * grad**2).mean()), rel=1e-12)
 
 
 def test_bias_correction_by_group(backend: str) -> None:

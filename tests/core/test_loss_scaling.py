@@ -56,8 +56,8 @@ def test_scaled_run_equals_unscaled(
         scaled_step(scaler, optimizer, unscale_first)
         set_grads(peers, step_grads)
         peer.step()
-        assert optimizer.exp_avg_sq_mean == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
-        assert optimizer.grad_norm == pytest.approx(float(peer.grad_norm), rel=1e-12)
+        assert optimizer.exp_avg_sq_mean.item() == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
+        assert optimizer.grad_norm.item() == pytest.approx(float(peer.grad_norm), rel=1e-12)
     for mine, other in zip(everything(optimizer, params), everything(peer, peers), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
     if unscale_first or "max_grad_norm" not in options:
@@ -90,7 +90,7 @@ def test_an_infinity_changes_nothing(
         peer.step()
     for mine, other in zip(everything(optimizer, params), everything(peer, peers), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-    assert optimizer.exp_avg_sq_mean == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
+    assert optimizer.exp_avg_sq_mean.item() == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
     assert int(optimizer.skipped_steps) == 1
 
 

@@ -65,7 +65,7 @@ class EmulatedStep:
         limits = [sum(self.numels), max_grad_norm, skip_nonfinite, rounding_start(rounding_seed)]
         self.at: dict[str, int] = {
             "results": self._put(np.zeros(3)),
-            "sums": self._put(np.zeros(len(self.segments))),
+            "sums": self._put(np.zeros((len(self.segments), tables.SUM_COLUMNS.value))),
             "slots": self._put(np.full((programs, tables.SLOT_COLUMNS.value), np.nan)),
             "steps": self._put(np.zeros(len(params), np.float32)),
             "counter": self._put(np.zeros(1, np.int32)),
@@ -99,6 +99,11 @@ class EmulatedStep:
         address = self.at[name]
         end = address + int(np.argmin(self.memory.access[address : address + (1 << 22)] != 0))
         return self.memory.bytes[address:end].view(dtype).copy()
+
+    def forget_sums(self, segments: int | None = None) -> None:
+        """Makes the sums of the first `segments`, or of all, out of date."""
+        count = tables.SUM_COLUMNS.value * (len(self.segments) if segments is None else segments)
+        self._write(self.at["sums"], np.full(count, -1.0).view(np.uint8))
 
     def tensors(self, column: Any) -> list[Tensor]:
         """By a constant of `tables`."""

@@ -15,13 +15,16 @@ from pathlib import Path
 
 from triton import knobs
 
+from .machine_loops import flights_of_whole_blocks
+
 
 @dataclass
 class MachineCode:
     """Of one kernel. Widths are in bits of one lane's access to global memory and count instructions.
 
     `stack_bytes` is memory of each lane's own, `spills` the instructions that use it (on AMD: the registers spilled).
-    `synchronising` has atomics, and loads and stores with an order, by opcode.
+    `synchronising` has atomics, and loads and stores with an order, by opcode. `bytes_in_flight` has what one lane has
+    on its way from memory at once, for each loop over whole blocks (NVIDIA only).
     """
 
     registers: int
@@ -31,6 +34,7 @@ class MachineCode:
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     synchronising: Counter[str] = field(default_factory=Counter)
+    bytes_in_flight: list[int] = field(default_factory=list)
 
 
 def read_cubin(cubin: bytes) -> MachineCode:
@@ -42,6 +46,7 @@ def read_cubin(cubin: bytes) -> MachineCode:
     if len(functions) != 1:
         raise ValueError(f"one kernel is wanted, the cubin has {[f[0] for f in functions]}")
     code = MachineCode(registers=int(functions[0][1]), stack_bytes=int(functions[0][2]), spills=0)
+    code.bytes_in_flight = flights_of_whole_blocks(sass)
     for opcode in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.M):
         _count_sass(code, opcode)
     return code

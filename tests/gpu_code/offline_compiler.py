@@ -12,14 +12,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from swd_fused.backends.triton.compilation import Variant, compile_options, constants_for
 from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.launch import ARGUMENTS, MORE_REGISTERS
 from swd_fused.backends.triton.parts import Dtypes
-from swd_fused.backends.triton.plan import EXACT_STEP_ARGUMENTS, Variant, compile_options, constants_for
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
 
 PROCESSES = 2
-ARCHITECTURES: list[int | str] = [80, 90, 100, "gfx942"]
+ARCHITECTURES: list[int | str] = [80, 90, 100, 120, "gfx942"]
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
@@ -51,6 +52,7 @@ class Binary(NamedTuple):
     shared_bytes: int
     is_cooperative: bool
     code: MachineCode
+    spills_at_first: bool  # then it was compiled again with more registers, as `Launcher` would
 
 
 @functools.cache
@@ -85,18 +87,23 @@ def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> 
     options = compile_options(kernel, dtypes, variant, is_amd, warp_size)
     target = GPUTarget("hip" if is_amd else "cuda", arch, warp_size)
     compiled = triton.compile(source, target=target, options=options)
+    code = read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"])
+    spills_at_first = bool(code.spills)
+    for most in MORE_REGISTERS:
+        if code.spills and not is_amd:
+            compiled = triton.compile(source, target=target, options={**options, "maxnreg": most})
+            code = read_cubin(compiled.asm["cubin"])
     return Binary(
         compiled.asm.get("ptx", ""),
         compiled.metadata.num_warps * warp_size,
         compiled.metadata.shared,
         compiled.metadata.launch_cooperative_grid,
-        read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"]),
+        code,
+        spills_at_first,
     )
 
 
 def argument_types() -> dict[str, str]:
-    """By the kernels' names for them; those of exact_step_kernel from the backend itself."""
+    """Returns the types of the kernels' arguments by name, in Triton's notation."""
     names: dict[Any, str] = {F64: "*fp64", F32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", 0: "i32"}
-    exact = zip(kernels.exact_step_kernel.arg_names, EXACT_STEP_ARGUMENTS, strict=False)
-    numbers = dict.fromkeys(("totals", "last", "exp_avg_sq_mean", "grad_factor", "skip"), "*fp64")
-    return {**{key: names[kind] for key, kind in exact}, **numbers, "n_segments": "i32"}
+    return {name: names[kind] for name, kind in ARGUMENTS.items()}

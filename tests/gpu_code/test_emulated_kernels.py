@@ -216,8 +216,21 @@ def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: 
         model.launch(kernel)
         left = model.get("sums")
         assert (left > 0).all()
+        model.forget_sums()
         model.launch("stored_sums_kernel")
         np.testing.assert_array_equal(model.get("sums"), left)
+
+
+def test_sums_are_read_again_only_where_others_have_stepped_a_tensor() -> None:
+    params, grads = start("fp32")
+    model = EmulatedStep("fp32", params, two_groups(len(params)))
+    take_steps(model, grads[:1])
+    assert model.launch("stored_sums_kernel").loads.requests_of_width[128] == 0
+    left = model.get("sums")
+    model.forget_sums(segments=1)
+    statistics = model.launch("stored_sums_kernel")
+    assert statistics.loads.bytes < 4 * sum(model.numels)
+    np.testing.assert_array_equal(model.get("sums"), left)
 
 
 @pytest.mark.parametrize(("kernel", "configuration"), [(EXACT, "fp32"), (EXACT, "fp32 amsgrad"), (LAGGED, "bf16")])

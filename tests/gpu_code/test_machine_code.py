@@ -20,6 +20,17 @@ def copy_kernel(out, x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sum_kernel(out, x, n, BLOCK: tl.constexpr, UNROLLED: tl.constexpr):
+    """Each addition depends on what was stored before, so that loads of the next round cannot come earlier."""
+    lanes = tl.arange(0, BLOCK)
+    for begin in tl.range(0, n, BLOCK * UNROLLED, loop_unroll_factor=1):
+        blocks = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(UNROLLED):
+            blocks += tl.load(tl.multiple_of(x + (begin + i * BLOCK + lanes), 16))
+        tl.store(tl.multiple_of(out + lanes, 16), blocks)
+
+
+@triton.jit
 def arrive_kernel(counter, out):
     before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
     while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < before + 1:
@@ -51,7 +62,7 @@ def machine_code(kernel: object, arch: int | str, options: dict[str, int], **typ
     return read_cubin(compiled.asm["cubin"]) if isinstance(arch, int) else read_amdgcn(compiled.asm["amdgcn"])
 
 
-ARCHITECTURES = [80, 90, 100, "gfx942"]
+ARCHITECTURES = [80, 90, 100, 120, "gfx942"]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -80,3 +91,9 @@ def test_spills_are_seen(arch: int | str) -> None:
     assert code.spills > 0
     assert code.stack_bytes > 0
     assert code.registers <= 64
+
+
+@pytest.mark.parametrize(("unrolled", "in_flight"), [(1, 16), (4, 64)])
+def test_bytes_in_flight_are_what_is_loaded_before_a_thread_waits(unrolled: int, in_flight: int) -> None:
+    types = {"out": "*fp32", "x": "*fp32", "n": "i32", "BLOCK": 128, "UNROLLED": unrolled}
+    assert machine_code(sum_kernel, 90, {}, **types).bytes_in_flight == [in_flight]

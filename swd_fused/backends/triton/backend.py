@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, TENSOR
-from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively
+from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TENSOR
+from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
 from swd_fused.buckets import Bucket
 from swd_fused.schedule import Gate, bias_corrections
 
+# Passes that are launched by themselves share one grid, that of the longest, since they share their sums.
+PASSES = kernels.update_kernel
+
 
 class TritonBackend:
+    is_capturable = True
+
     def description(self, device: torch.device) -> str:
         if INTERPRETED:
             return "triton (interpreted)"
@@ -30,7 +36,7 @@ class TritonBackend:
     def pass1(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.slots, part.counter
             read = part.sums, bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             plan.launcher(kernels.gradient_sums_kernel, bucket, part)(part.programs, *written, *read)
@@ -39,7 +45,7 @@ class TritonBackend:
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.slots, part.counter
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.max_exp_avg_sq_sum_kernel, bucket, part)
@@ -49,17 +55,20 @@ class TritonBackend:
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         plan: Plan = bucket.plan
         if not after_this_step:
-            last = torch.empty(len(plan.parts), 2, dtype=torch.float64, device=bucket.device)
-            for part, row in zip(plan.parts, last, strict=True):
+            last = torch.empty(plan.n_parts, 2, dtype=torch.float64, device=bucket.device)
+            for part, row in zip(plan.parts_for(PASSES, bucket), last, strict=True):
                 plan.find_last(bucket, part, row)
             total, count = last.sum(0).unbind()
             return torch.stack([total, torch.zeros_like(total), count])
         beta2 = bucket.hyper.column("beta2")[bucket.groups]
         bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
         weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
-        parts = [part.sums[: part.n_segments] * weights[part.segments[:, TENSOR.value]] for part in plan.parts]
+        sums = [
+            part.sums[: part.n_segments, SUM.value] * weights[part.segments[:, TENSOR.value]]
+            for part in plan.parts_for(PASSES, bucket)
+        ]
         weight = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / bias_correction2, 0.0).sum()
-        return torch.stack([torch.cat(parts).sum(), weight, bucket.count])
+        return torch.stack([torch.cat(sums).sum(), weight, bucket.count])
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
@@ -72,21 +81,23 @@ class TritonBackend:
             plan.one if grad_factor is None else grad_factor,
             plan.zero if skip is None else skip,
         )
-        for part, row in zip(plan.parts, totals, strict=True):
+        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.sums, part.slots, part.counter
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.update_kernel, bucket, part, sum_grads)
             run(part.programs, *written, *read, plan.limits(bucket), *number)
         advance = bucket.has_grad.to(torch.float32)
         bucket.steps += advance if skip is None else advance * (1 - skip)
+        plan.last = None
         plan.end(bucket)
         return totals[:, GRAD_SUM.value].sum()
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         plan: Plan = bucket.plan
-        part = plan.parts[0]
-        if len(plan.parts) > 1 or not (lagged or can_wait(part.programs, bucket.device)):
+        if plan.n_parts > 1 or not (lagged or can_wait(bucket.device)):
             return None
+        kernel = kernels.lagged_step_kernel if lagged else kernels.exact_step_kernel
+        (part,) = plan.parts_for(kernel, bucket)
         results = torch.empty(3, dtype=torch.float64, device=bucket.device)
         written = results, part.sums, part.slots, bucket.steps
         scale = (
@@ -95,18 +106,21 @@ class TritonBackend:
         )
         limits = plan.limits(bucket, gate.max_grad_norm)
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
+        run = plan.launcher(kernel, bucket, part)
         if lagged:
-            beta2s = [row[2] for row in bucket.hyper.numbers]
-            if plan.last is None or plan.beta2s_of_last != beta2s:
-                plan.beta2s_of_last = beta2s
+            corrections = [(row.beta2, row.corrects_bias) for row in bucket.hyper.numbers]
+            if plan.last is None or plan.corrections_of_last != corrections:
+                plan.corrections_of_last = corrections
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
-            run = plan.launcher(kernels.lagged_step_kernel, bucket, part)
             run(part.programs, *written, plan.last, part.counter, *read, len(bucket.params), part.n_segments)
         else:
-            plan.last = None
-            run = plan.launcher(kernels.exact_step_kernel, bucket, part)
-            run(part.programs, *written, part.counter, *read, len(bucket.params))
+            try:
+                run(part.programs, *written, part.counter, *read, len(bucket.params))
+            except RuntimeError as error:
+                if not refuses_cooperation(error, bucket.device):
+                    raise
+                return None
         plan.end(bucket)
         return results
 
@@ -115,6 +129,6 @@ class TritonBackend:
         return torch.empty(0, dtype=torch.float64, device=exp_avg_sqs[0].device)
 
 
-def can_wait(programs: int, device: torch.device) -> bool:
+def can_wait(device: torch.device) -> bool:
     """Whether the programs of a grid can wait for one another. The interpreter runs one after another."""
-    return programs == 1 if INTERPRETED else can_launch_cooperatively(device)
+    return triton_launch.INTERPRETED_PROGRAMS == 1 if INTERPRETED else can_launch_cooperatively(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -12,29 +13,36 @@ import torch
 import triton
 from torch import Tensor
 
-from swd_fused.backends.triton.kernels import memory
+from swd_fused.backends.triton.kernels import kernels, memory
 
-# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. Twice
-# as many took 96 registers and more. No autotuning: trial runs of an update would apply it again.
+# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
+# autotuning: trial runs of an update would apply it again.
 THREADS: int = memory.THREADS.value
 BLOCK = 512
 
-# 1024 threads, each with 64 bytes of an update on their way, are 64 KB for a multiprocessor. An H100 needs 18 KB in
-# flight to reach its bandwidth (3.35 TB/s at some 700 ns), a B200 43 KB. More programs would only make sums longer.
+# To reach its bandwidth an H100 needs 18 KB on their way to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42
+# (8 TB/s at 800 ns). With 96 to 160 bytes of an update for each thread 3 or 4 programs are enough; more than 8 would
+# only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# So many programs are resident with 64 registers for each thread, as the plain float32 step has them. Other variants
-# need more, and get it.
-PLAIN_REGISTERS = 64
-
-# Where another version of the compiler spills some of them even so, as Triton 3.9 does.
-MORE_REGISTERS = (80, 96, 128, 168)
+# Tried in turn where another version of the compiler spills registers at the number chosen for a kernel.
+MORE_REGISTERS = (168, 255)
 
 # In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
 # one another must have one only.
 INTERPRETED_PROGRAMS = 1
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# What the kernels are passed, by name, for compiling them before any of it exists. A 0 stands for a number.
+ARGUMENTS: dict[str, torch.dtype | int] = {
+    **dict.fromkeys(("results", "totals", "last", "sums", "slots", "hyper", "limits"), torch.float64),
+    **dict.fromkeys(("exp_avg_sq_mean", "grad_factor", "skip"), torch.float64),
+    **dict.fromkeys(("steps", "grad_scale", "found_inf"), torch.float32),
+    **dict.fromkeys(("tensors", "segments"), torch.int64),
+    **dict.fromkeys(("counter", "program_segments"), torch.int32),
+    **dict.fromkeys(("n_tensors", "n_segments"), 0),
+}
 
 
 class Launcher:
@@ -49,9 +57,10 @@ class Launcher:
         self._options = options
         self._compiled: Any = None
 
-    def compiled(self, *args: Tensor | torch.dtype | int) -> Any:
-        """Compiles for arguments of these dtypes; nothing is specialised to their values."""
+    def compiled(self) -> Any:
+        """Compiles for the dtypes of the arguments; nothing is specialised to their values."""
         if self._compiled is None:
+            args = [ARGUMENTS[name] for name in self._kernel.arg_names if name in ARGUMENTS]
             with torch.cuda.device(self._device):
                 self._compiled = self._compile(args, self._options)
                 for most in MORE_REGISTERS:
@@ -59,7 +68,7 @@ class Launcher:
                         self._compiled = self._compile(args, {**self._options, "maxnreg": most})
         return self._compiled
 
-    def _compile(self, args: Sequence[Tensor | torch.dtype | int], options: Mapping[str, Any]) -> Any:
+    def _compile(self, args: Sequence[torch.dtype | int], options: Mapping[str, Any]) -> Any:
         compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **options)
         compiled[1, 1, 1]  # loads it, so that its registers are known
         return compiled
@@ -68,7 +77,7 @@ class Launcher:
         if INTERPRETED:
             self._kernel[programs,](*args, **self._constants)
             return
-        compiled = self.compiled(*args)
+        compiled = self.compiled()
         stream = torch.cuda.current_stream(self._device)
         # Triton's own call binds and specialises all arguments anew: 13 us against 3 on this path. It takes addresses
         # as they are, where for tensors it would ask the driver about each.
@@ -83,7 +92,8 @@ class Launcher:
 
 
 def resident_programs(compiled: Any, device: torch.device) -> int:
-    """How many programs of a compiled kernel a device holds at once, so that a cooperative launch cannot fail."""
+    """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, of which
+    the last is thin, and could not be launched cooperatively."""
     properties: Any = torch.cuda.get_device_properties(device)
     registers = -(-compiled.n_regs // 8) * 8 * THREADS  # given out in units of 8 for each thread
     limits: tuple[int, ...] = (
@@ -95,10 +105,46 @@ def resident_programs(compiled: Any, device: torch.device) -> int:
     return max(1, min(limits)) * multiprocessors
 
 
-@cache
+# Devices that have refused a cooperative launch of as many programs as they should hold.
+_refused_cooperation: set[torch.device] = set()
+
+
 def can_launch_cooperatively(device: torch.device) -> bool:
+    return device not in _refused_cooperation and _driver_launches_cooperatively(device)
+
+
+def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
+    """Returns whether this error of a launch is a refusal of its grid, and remembers that, with a warning. Nothing has
+    run then. Under MPS and in green contexts a device has fewer multiprocessors than its properties say."""
+    if "too many blocks in cooperative launch" not in str(error).lower():
+        return False
+    _refused_cooperation.add(device)
+    warnings.warn(
+        f"{device} refused a cooperative launch of one program for each place that it should have: it seems to have "
+        "fewer multiprocessors than its properties say, as under MPS or in a green context. FusedAdamS goes on with "
+        "two launches for each step.",
+        stacklevel=3,
+    )
+    return True
+
+
+@cache
+def _driver_launches_cooperatively(device: torch.device) -> bool:
     """All CUDA devices that Triton serves can. Of AMD's the driver tells; an old Triton (3.6) does not ask it."""
     if torch.version.hip is None:
         return True
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return bool(properties.get("cooperativeLaunch", 1))
+
+
+@cache
+def why_not_launchable(device: torch.device) -> str | None:
+    """Returns what keeps Triton from launching anything on this device, found by loading a small kernel; None if
+    nothing does. Triton compiles a part of its launcher in C at first use, so without a compiler it cannot launch."""
+    if INTERPRETED:
+        return None
+    try:
+        Launcher(kernels.last_exp_avg_sq_sum_kernel, device, {}, {}).compiled()
+    except Exception as error:  # of whichever kind: a compiler that is missing, or fails, or is too old for the device
+        return f"Triton cannot launch kernels here ({type(error).__name__}: {error})"
+    return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
+from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
 from swd_fused.upload import upload
 
@@ -20,7 +20,10 @@ MAX_SEGMENT = 512 * BLOCK
 SEGMENT_COST = 2 * BLOCK
 
 ALIGNMENT = 16
-FLOAT32_VECTOR = ALIGNMENT // torch.float32.itemsize
+
+# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
+# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
+LOADS_IN_FLIGHT = 2
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -80,7 +83,7 @@ class Dtypes(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """By the kernels' names for them."""
         dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
-        block = THREADS * self.vector
+        block = LOADS_IN_FLIGHT * THREADS * self.vector
         return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
 
 
@@ -96,6 +99,7 @@ class Part:
         rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
         self.segments = upload(rows, device)
         self.program_segments = upload(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
-        self.sums = torch.zeros(max(1, self.n_segments), dtype=torch.float64, device=device)
+        # -1 is no step count: nothing is known yet.
+        self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)

@@ -166,10 +166,10 @@ def update_kernel(
 
 @triton.jit
 def stored_sums_kernel(
-    sums, tensors, segments, program_segments, hyper,
+    sums, steps, tensors, segments, program_segments, hyper,
     AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stored_sums(sums, tensors, segments, program_segments, hyper, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+    stored_sums(sums, steps, tensors, segments, program_segments, hyper, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n_segments"])

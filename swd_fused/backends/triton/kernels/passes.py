@@ -7,7 +7,13 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.memory import segment_of
 from swd_fused.backends.triton.kernels.schedule import bias_correction
-from swd_fused.backends.triton.kernels.segments import sum_of_next_max, sum_of_squares, sum_of_stored, update_segment
+from swd_fused.backends.triton.kernels.segments import (
+    kept_squares,
+    sum_of_next_max,
+    sum_of_squares,
+    sum_of_stored,
+    update_segment,
+)
 from swd_fused.backends.triton.kernels.tables import (
     BETA2,
     CARRIED,
@@ -22,6 +28,9 @@ from swd_fused.backends.triton.kernels.tables import (
     ROUNDING_START,
     SEGMENT_COLUMNS,
     SLOT_COLUMNS,
+    SUM,
+    SUM_COLUMNS,
+    SUM_STEP,
     TENSOR,
     TENSOR_COLUMNS,
 )
@@ -48,7 +57,7 @@ def gradient_sums(
             beta2 = tl.load(hyper_row + BETA2)
             bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
             grad_sum += squares
-            carried += beta2 * tl.load(sums + segment) / bias_correction2
+            carried += beta2 * tl.load(sums + segment * SUM_COLUMNS + SUM) / bias_correction2
             fresh += (1 - beta2) * squares / bias_correction2
     slot = slots + program * SLOT_COLUMNS
     tl.store(slot + GRAD_SUM, grad_sum)
@@ -102,22 +111,31 @@ def update(
                 PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
                 VECTOR, BLOCK,
             )  # fmt: skip
-            tl.store(sums + segment, total)
-            grad_sum += squares
+            # Read once more, or it would take registers from every block in between.
+            tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
+            tl.store(sums + segment * SUM_COLUMNS + SUM, total)
+            tl.store(sums + segment * SUM_COLUMNS + SUM_STEP, tl.load(steps + tensor) + 1)
+            if SUM_GRADS:
+                grad_sum += kept_squares(squares, tensor_row, start, count, GRAD, COMPUTE)
     if SUM_GRADS:
         tl.store(slots + program * SLOT_COLUMNS + GRAD_SUM, grad_sum)
 
 
 @triton.jit
 def stored_sums(
-    sums, tensors, segments, program_segments, hyper,
+    sums, steps, tensors, segments, program_segments, hyper,
     AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `update` leaves in `sums`, from the second moments as they are stored."""
+    """Finds what `update` leaves in `sums` from the second moments as they are stored, where `sums` is out of date."""
     program = tl.program_id(0)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
-        _, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
-        tl.store(sums + segment, sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK))
+        tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
+        row = sums + segment * SUM_COLUMNS
+        step = tl.load(steps + tensor).to(tl.float64)
+        if tl.load(row + SUM_STEP) != step:
+            total = sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+            tl.store(row + SUM, total)
+            tl.store(row + SUM_STEP, step)
 
 
 @triton.jit
@@ -147,7 +165,7 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
         corrects_bias = tl.load(hyper + group * HYPER_COLUMNS + CORRECTS_BIAS, mask=mask, other=0.0)
         bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
         stepped = step > 0
-        exp_avg_sq_sum = tl.load(sums + begin + lanes, mask=mask, other=0.0)
+        exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM_COLUMNS + SUM, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
         number += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
     return tl.sum(total), tl.sum(number)

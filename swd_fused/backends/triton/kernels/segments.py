@@ -92,15 +92,19 @@ def sum_of_stored(
         averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
     else:
         averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, AVERAGED)
+    TAIL: tl.constexpr = THREADS * VECTOR // 2
+    tail_lanes = tl.arange(0, TAIL)
+    tail_total = tl.zeros([TAIL], COMPUTE)
+    whole = whole_blocks(tensor_row, count, BLOCK)
+    rest = (count - whole + TAIL - 1) // TAIL * TAIL
+    for back in range(TAIL, rest + TAIL, TAIL):
+        tail_total += load_block(averaged, whole + rest - back + tail_lanes, count, COMPUTE, 0)
+    tail_sum = tl.sum(tail_total.to(tl.float64))
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
-    whole = whole_blocks(tensor_row, count, BLOCK)
-    rest = (count - whole + BLOCK - 1) // BLOCK * BLOCK
-    for back in range(BLOCK, rest + BLOCK, BLOCK):
-        total += load_block(averaged, whole + rest - back + lanes, count, COMPUTE, 0)
     for back in range(BLOCK, whole + BLOCK, BLOCK):
         total += load_block(averaged, whole - back + lanes, count, COMPUTE, VECTOR)
-    return tl.sum(total.to(tl.float64))
+    return tail_sum + tl.sum(total.to(tl.float64))
 
 
 @triton.jit
@@ -137,7 +141,7 @@ def update_segment(
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2."""
+    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
     beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
     corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
     grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
@@ -161,20 +165,26 @@ def update_segment(
         rounding = segment_rounding(rounding_start, tensor_row, step, start)
     else:
         rounding = 0
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], COMPUTE)
-    grad_total = tl.zeros([BLOCK], COMPUTE)
+    # What is not whole goes in shorter blocks: masks and addresses of single elements take many registers.
+    TAIL: tl.constexpr = THREADS * VECTOR // 2
+    tail_lanes = tl.arange(0, TAIL)
+    tail_total = tl.zeros([TAIL], COMPUTE)
+    tail_grad_total = tl.zeros([TAIL], COMPUTE)
     whole = whole_blocks(tensor_row, count, BLOCK)
-    rest = (count - whole + BLOCK - 1) // BLOCK * BLOCK
-    for back in range(BLOCK, rest + BLOCK, BLOCK):
+    rest = (count - whole + TAIL - 1) // TAIL * TAIL
+    for back in range(TAIL, rest + TAIL, TAIL):
         averaged, squares = update_block(
-            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + lanes, count, rounding,
+            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + tail_lanes, count, rounding,
             grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
             COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
         )  # fmt: skip
-        total += averaged
+        tail_total += averaged
         if SUM_GRADS:
-            grad_total += squares
+            tail_grad_total += squares
+    tail_sum, tail_squares = tl.sum(tail_total.to(tl.float64)), tl.sum(tail_grad_total.to(tl.float64))
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], COMPUTE)
+    grad_total = tl.zeros([BLOCK], COMPUTE)
     for back in range(BLOCK, whole + BLOCK, BLOCK):
         averaged, squares = update_block(
             param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count, rounding,
@@ -184,10 +194,7 @@ def update_segment(
         total += averaged
         if SUM_GRADS:
             grad_total += squares
-    squares = tl.sum(grad_total.to(tl.float64))
-    if SUM_GRADS:
-        squares = kept_squares(squares, tensor_row, start, count, GRAD, COMPUTE)
-    return tl.sum(total.to(tl.float64)), squares
+    return tail_sum + tl.sum(total.to(tl.float64)), tail_squares + tl.sum(grad_total.to(tl.float64))
 
 
 @triton.jit

@@ -48,6 +48,12 @@ MEAN = tl.constexpr(4)
 GRAD_FACTOR = tl.constexpr(5)
 SLOT_COLUMNS = tl.constexpr(6)
 
+# Columns of `sums` (float64), a row for each segment: the sum of its second moments, and the step count of its tensor
+# at which it was that. Where the count is another one, somebody else has stepped the tensor since.
+SUM = tl.constexpr(0)
+SUM_STEP = tl.constexpr(1)
+SUM_COLUMNS = tl.constexpr(2)
+
 # Columns of `limits` (float64): the number of elements, at least 1; max_grad_norm, infinite if nothing is clipped;
 # whether steps with a norm that is not finite are skipped, 1 or 0; what the keys of stochastic rounding start from.
 NUMEL = tl.constexpr(0)

@@ -1,0 +1,71 @@
+"""How the kernels are compiled: constants, options and registers for each combination of dtypes, and their grids."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from swd_fused.backends.triton import launch as triton_launch
+from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
+from swd_fused.backends.triton.parts import Dtypes
+from swd_fused.buckets import Bucket
+
+
+class Variant(NamedTuple):
+    """What kernels are compiled for besides dtypes."""
+
+    amsgrad: bool
+    master: bool
+    stochastic: bool
+
+
+def variant_of(bucket: Bucket, dtypes: Dtypes) -> Variant:
+    stochastic = bucket.options.rounding_seed is not None and dtypes.param == torch.bfloat16
+    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic)
+
+
+@cache
+def launcher_for(
+    kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
+) -> Launcher:
+    # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
+    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    options = compile_options(kernel, dtypes, variant, torch.version.hip is not None, warp_size)
+    return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
+
+
+def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
+    flags = {name.upper(): value for name, value in variant._asdict().items()}
+    return {**dtypes.constants(), **flags, "SUM_GRADS": sum_grads}
+
+
+def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:
+    # Fusion is said aloud, since Triton means to change its default.
+    options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+    if kernel is kernels.exact_step_kernel:
+        options["launch_cooperative_grid"] = True
+    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes, variant)}
+
+
+def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
+    """Returns so few that enough programs are resident, and so many that nothing is spilled: found by compiling for
+    sm_80, sm_90, sm_100 and sm_120. Left alone NVIDIA's compiler takes more in some kernels.
+
+    96 let 5 programs be resident, 128 let 4, and 168 let 3, which are enough where weights are read in float32. Some
+    kernels for 16-bit weights spill at 128 on sm_120, and get more from `Launcher` there.
+    """
+    if kernel is kernels.exact_step_kernel and dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2:
+        return 96
+    sums_grads_of_float32 = kernel is kernels.lagged_step_kernel and dtypes.weight == torch.float32
+    return 168 if dtypes.compute == torch.float64 or variant.amsgrad or sums_grads_of_float32 else 128
+
+
+@cache
+def programs_on(kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant) -> int:
+    """Returns as many programs of the kernel as the device holds at once."""
+    if triton_launch.INTERPRETED:
+        return triton_launch.INTERPRETED_PROGRAMS
+    return resident_programs(launcher_for(kernel, device, dtypes, variant, sum_grads=True).compiled(), device)
