@@ -43,6 +43,7 @@ from swd_fused.options import (
     check_use_of_precision,
     checked_calibration,
     checked_options,
+    warn_of_lost_updates,
 )
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state import (
@@ -211,6 +212,7 @@ class FusedAdamS(InAdamWTerms):
         super().__init__(params, defaults)
         check_some_group_decays(adamw_weight_decay, self.param_groups)
         check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
+        warn_of_lost_updates(self.options, self.param_groups)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from typing import Protocol
 
@@ -109,6 +110,13 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
         raise RuntimeError(
             f'backend="{name}" cannot serve {dtype} parameters on {device}: {found}. '
             f'Use backend="auto", or {HOW_TO_GET[name]}'
+        )
+    if dtype in FUSED_DTYPES:
+        best = BEST[device.type]
+        warnings.warn(
+            f"FusedAdamS runs on its plain PyTorch backend, which is slower: {found}. To get the fused kernels, "
+            f'{HOW_TO_GET[best]} backend="torch" asks for this one, without a warning.',
+            stacklevel=2,
         )
     return TORCH, f"torch ({found})"
 
