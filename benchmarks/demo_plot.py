@@ -1,10 +1,12 @@
-"""Draws the demo's picture from its CSV: gradient norm above, weight decay below. Measures nothing."""
+"""Draws the demo's picture from its CSV: what FusedAdamS's schedule does, and not who trains better. Measures nothing.
+
+Above are the gradients, below the weight decay that follows from them, beside the constant one with the same total.
+"""
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,53 +15,45 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot a figure draws with Agg, on machines without a display too
 
 # From Okabe and Ito's palette, which the colour-blind can tell apart.
-COLOURS = {"AdamW": "#D55E00", "FusedAdamS": "#0072B2"}
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
 INK = "#333333"
 GREY = "#777777"
 
 Columns = dict[str, np.ndarray]
 
 
-def read_steps(path: Path) -> dict[str, Columns]:
-    rows_of = defaultdict(list)
+def read_steps(path: Path) -> Columns:
+    """Returns the columns of FusedAdamS's rows."""
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            rows_of[row["optimizer"]].append(row)
-    names = ("step", "epoch", "lr", "grad_norm", "weight_decay")
-    return {
-        optimizer: {name: np.array([float(row[name]) for row in rows]) for name in names}
-        for optimizer, rows in rows_of.items()
-    }
+        rows = [row for row in csv.DictReader(file) if row["optimizer"] == "FusedAdamS"]
+    names = ("step", "epoch", "lr", "grad_norm", "rms_grad", "weight_decay", "parameters")
+    return {name: np.array([float(row[name]) for row in rows]) for name in names}
 
 
 def epochs_at_steps(steps: Columns) -> np.ndarray:
     return steps["step"] * steps["epoch"][-1] / steps["step"][-1]
 
 
-def epoch_means(epoch: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The middle of each epoch and the mean over it."""
-    epochs = np.unique(epoch)
-    return epochs - 0.5, np.array([values[epoch == each].mean() for each in epochs])
-
-
-def draw_grad_norm(axes: Axes, runs: dict[str, Columns]) -> None:
-    for name, steps in runs.items():
-        axes.plot(epochs_at_steps(steps), steps["grad_norm"], color=COLOURS[name], linewidth=0.5, alpha=0.22)
-    for name, steps in runs.items():
-        middles, means = epoch_means(steps["epoch"], steps["grad_norm"])
-        axes.plot(middles, means, color=COLOURS[name], linewidth=2, marker="o" if len(means) == 1 else None, label=name)
+def draw_gradients(axes: Axes, steps: Columns) -> None:
+    epochs = epochs_at_steps(steps)
+    of_step = steps["grad_norm"] / np.sqrt(steps["parameters"])
+    axes.plot(epochs, of_step, color=BLUE, linewidth=0.5, alpha=0.35, label="of each step")
+    axes.plot(epochs, steps["rms_grad"], color=BLUE, linewidth=2, label="running average, which divides the decay")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("gradient norm")
-    axes.legend(frameon=False, loc="upper right", labelcolor="linecolor", handlelength=1.4)
+    axes.set_ylabel("rms gradient")
+    axes.legend(frameon=False, loc="upper right", handlelength=1.4)
 
 
-def draw_weight_decay(axes: Axes, runs: dict[str, Columns]) -> None:
-    for name, steps in runs.items():
-        axes.plot(epochs_at_steps(steps), steps["weight_decay"], color=COLOURS[name], linewidth=2)
+def draw_weight_decay(axes: Axes, steps: Columns) -> None:
+    epochs = epochs_at_steps(steps)
+    constant = np.average(steps["weight_decay"], weights=steps["lr"])
+    axes.plot(epochs, steps["weight_decay"], color=BLUE, linewidth=2, label="AdamS")
+    axes.axhline(constant, color=ORANGE, linewidth=2, label=f"AdamW with the same total decay ({constant:.2g})")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("weight decay,\nin AdamW's terms")
     axes.set_xlabel("epoch")
+    axes.legend(frameon=False, loc="lower right", handlelength=1.4)
 
 
 def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
@@ -72,12 +66,11 @@ def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
 
 
 def draw(table: Path, picture: Path) -> None:
-    runs = read_steps(table)
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    steps = read_steps(table)
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     panels = figure.subplots(2, sharex=True)
-    draw_grad_norm(panels[0], runs)
-    draw_weight_decay(panels[1], runs)
-    steps = runs["FusedAdamS"]
+    draw_gradients(panels[0], steps)
+    draw_weight_decay(panels[1], steps)
     mark_milestones(panels, steps)
     panels[1].set_xlim(0, steps["epoch"][-1])
     for axes in panels:
@@ -86,13 +79,13 @@ def draw(table: Path, picture: Path) -> None:
         axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.suptitle(
-        "FusedAdamS decays weights more as gradients shrink, AdamW always the same",
+        "AdamS: the weight decay grows as the gradients shrink",
         fontsize=11.5,
         fontweight="bold",
         color=INK,
     )
     figure.supxlabel(
-        "Convolutional net on scikit-learn's digits. Gradient norm: each step thin, mean of each epoch thick.",
+        "A small convolutional net on scikit-learn's digits: python -m benchmarks.demo",
         fontsize=8.5,
         color=GREY,
     )

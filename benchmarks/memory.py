@@ -1,4 +1,7 @@
-"""Bytes for each parameter of a model: the parameter, its gradient and the optimizer's state, measured after a step."""
+"""Bytes for each parameter of a model: the parameter, its gradient and the optimizer's state, measured after a step.
+
+With --measure the memory of whole training steps, with its peak, for FusedAdamS and its peers; see training_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.conditions import write_rows
+from benchmarks.arguments import positive
+from benchmarks.conditions import conditions, write_rows
+from benchmarks.other_load import OtherLoad
+from benchmarks.training_memory import MALLOC, MODELS, SETTINGS, Row, measured
 from swd_fused import FusedAdamS, __version__
 
 NUMEL = 10**6
@@ -48,10 +55,69 @@ def bytes_per_parameter(dtype: torch.dtype, options: dict[str, Any]) -> dict[str
     return {name: round(size / NUMEL, 2) for name, size in sizes.items()}
 
 
+def measure(model: str, threads: int, texts: Sequence[str], console: Console) -> list[Row]:
+    """Measures the settings whose names contain one of the texts, or all. Says which could not be measured, and why."""
+    chosen = [setting.name for setting in SETTINGS if not texts or any(text in setting.name for text in texts)]
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(model, total=len(chosen))
+        for name in chosen:
+            other_load = OtherLoad()
+            row = measured(name, model, threads)
+            if isinstance(row, str):
+                progress.console.print(f"Skipped {name}: {row}", soft_wrap=True, highlight=False)
+            else:
+                shared = {**conditions(other_load), "threads": threads, "malloc": " ".join(MALLOC)}
+                rows.append({"model": model, "setting": name, **row, **shared})
+            progress.advance(task)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    first = rows[0]
+    title = f"{first['model']}: bytes for each of {first['elements']:,} parameters"
+    caption = "gradients: the most that are alive at once; peak: with activations and temporaries"
+    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    result.add_column("setting")
+    for heading in ("parameters", "gradients", "state", "peak", "first step's"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        sizes = (row[key] for key in ("parameters", "gradients", "state", "peak", "first_step_peak"))
+        result.add_row(row["setting"], *(f"{size / row['elements']:.2f}" for size in sizes))
+    return result
+
+
+def write_measured(rows: Sequence[Row], out: Path, console: Console) -> None:
+    path = out / "training_memory.csv"
+    write_rows(path, rows)
+    console.print(f"Wrote {path}", soft_wrap=True)
+    try:
+        from benchmarks.plot_training_memory import plot
+    except ImportError as error:
+        console.print(f"No picture: {error}. pip install matplotlib", soft_wrap=True)
+        return
+    console.print(f"Wrote {plot(path)}", soft_wrap=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--measure", action="store_true", help="the peak of training steps, on Linux")
+    parser.add_argument("--model", choices=list(MODELS), default="gpt-100m", help="for --measure; default: %(default)s")
+    parser.add_argument("--setting", action="append", default=[], metavar="TEXT", help="for --measure; repeatable")
+    parser.add_argument("--threads", type=positive, default=2, help="for --measure; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("results/memory"), metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
+    console = Console()
+    if options.measure:
+        rows = measure(options.model, options.threads, options.setting, console)
+        if not rows:
+            parser.exit(1, "No setting could be measured.\n")
+        console.print(table(rows))
+        write_measured(rows, options.out, console)
+        return
     result = Table(title=f"Bytes for each parameter, of {NUMEL:,}", title_justify="left", box=SIMPLE_HEAD)
     result.add_column("choice", no_wrap=True)
     rows = []
@@ -62,7 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result.add_column(heading, justify="right")
         result.add_row(name, *(f"{size:g}" for size in sizes.values()))
         rows.append({"choice": name, **sizes, "swd_fused": __version__, "torch": torch.__version__})
-    console = Console()
     console.print(result)
     path = options.out / "memory.csv"
     write_rows(path, rows)

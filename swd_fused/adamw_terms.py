@@ -76,15 +76,10 @@ class InAdamWTerms(Optimizer):
 
         Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
         """
-        ready = [group for group in self.param_groups if _is_calibrating(group) and not group["calibration_steps"]]
-        if not ready:
-            return
-        mean = float(self.exp_avg_sq_mean)
-        if 0 < mean < math.inf:
-            for group in ready:
+        for group in self.param_groups:
+            if group["adamw_weight_decay"] is None or group["calibration_steps"]:
+                continue
+            mean = float(self.exp_avg_sq_mean)
+            if 0 < mean < math.inf:
                 group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
                 group["adamw_weight_decay"] = None
-
-
-def _is_calibrating(group: dict[str, Any]) -> bool:
-    return group["adamw_weight_decay"] is not None

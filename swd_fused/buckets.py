@@ -15,8 +15,8 @@ from torch import Tensor
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.element_numbers import element_numbers
-from swd_fused.options import Options, check_grads, check_group
-from swd_fused.schedule import Hyper, bias_corrections, hyper_rows, scalar_dtype
+from swd_fused.options import Options, check_grads
+from swd_fused.schedule import Hyper, HyperRow, HyperRows, bias_corrections, scalar_dtype
 from swd_fused.state import check_state
 from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
 
@@ -90,6 +90,7 @@ class Bucket:
         self._step_views = steps if self._copies_steps else self._elements_of_steps
         for entry, view in zip(entries, self._step_views, strict=True):
             entry.staged["step"] = view
+        self._counted_params = [param for param in self.params if not param.is_inference()]
         self._sums: Tensor | None = None
         self.note_versions()
         self._param_versions = [-1] * len(entries)  # not yet looked at
@@ -129,6 +130,8 @@ class Bucket:
 
     @property
     def present_grads(self) -> list[Tensor]:
+        if self.has_all_grads:
+            return self.grads  # type: ignore[return-value]
         return [grad for grad in self.grads if grad is not None]
 
     @property
@@ -175,10 +178,12 @@ class Bucket:
         """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
         that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
         try:
+            for key, tensors in self._whole_moments.items():
+                if not self._holds(tensors, key):
+                    return False
             return (
-                self._dtypes == _dtypes(self._whole_params)
-                and self._holds(self._step_views, "step")
-                and all(self._holds(tensors, key) for key, tensors in self._whole_moments.items())
+                self._holds(self._step_views, "step")
+                and self._dtypes == _dtypes(self._whole_params)
                 and (not self._has_views or self._views_are_current())
                 and self._versions == self._moment_versions()
             )
@@ -207,8 +212,16 @@ class Bucket:
         return self._has_stepped
 
     def count_writes(self) -> None:
-        """Advances torch's counters of writes to parameters, for backends that write through addresses."""
-        torch.autograd.graph.increment_version([param for param in self.params if not param.is_inference()])
+        """Advances torch's counters of writes to parameters, for backends that write through addresses.
+
+        Not of those without a gradient: in a backward pass autograd may still need them, and would refuse to go on.
+        """
+        if self.has_all_grads:
+            written = self._counted_params
+        else:
+            pairs = zip(self.params, self.grads, strict=True)
+            written = [param for param, grad in pairs if grad is not None and not param.is_inference()]
+        torch.autograd.graph.increment_version(written)
 
     def note_step(self, may_have_been_skipped: bool) -> None:
         """Remembers that a step was taken, and accepts the parameters as it has left them."""
@@ -221,7 +234,7 @@ class Bucket:
         """Returns the step counts, and 0 for empty tensors, which add nothing to a mean."""
         return self.steps * (self.numels > 0)
 
-    def begin(self, all_grads: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
+    def begin(self, all_grads: Sequence[Tensor | None], rows: list[HyperRow], groups: Sequence[Group]) -> None:
         """Takes up this step's gradients and hyper-parameters. Writes to nothing that is the user's."""
         grads = list(all_grads) if len(all_grads) == len(self.numbers) else [all_grads[i] for i in self.numbers]
         if self._has_views:
@@ -230,11 +243,11 @@ class Bucket:
         self.has_all_grads = all(map(is_not, grads, repeat(None)))
         if self._copies_steps:
             torch._foreach_copy_(self._elements_of_steps, self._step_views)
-        if any(grad.is_neg() for grad in grads if grad is not None):  # lazily negated: the memory has the other sign
-            grads = [None if grad is None else grad.resolve_neg() for grad in grads]
         self.grads = grads
+        if any(map(Tensor.is_neg, self.present_grads)):  # lazily negated: the memory has the other sign
+            self.grads = [None if grad is None else grad.resolve_neg() for grad in grads]
         self._set_present([True] * len(grads) if self.has_all_grads else [grad is not None for grad in grads])
-        self.set_hyper(groups)
+        self.set_hyper(rows, groups)
 
     def check(self) -> None:
         """Raises unless every tensor fits its parameter."""
@@ -264,9 +277,8 @@ class Bucket:
         """Accepts the second moments as they are. To be called by whoever writes to them in a way that torch counts."""
         self._versions = self._moment_versions()
 
-    def set_hyper(self, groups: Sequence[Group]) -> None:
-        rows = hyper_rows(groups, self.options.decay)
-        if self._hyper is None or self._hyper.numbers != rows:
+    def set_hyper(self, rows: list[HyperRow], groups: Sequence[Group]) -> None:
+        if self._hyper is None or (self._hyper.numbers is not rows and self._hyper.numbers != rows):
             self._hyper = Hyper(rows, self.device)
         self._hyper.set_tensor_lrs(groups)
 
@@ -329,7 +341,7 @@ class Arrangement:
         return (
             self._signature == _signature(groups)
             and all(map(is_, self._params, params))
-            and all(grads[number] is None for number in self._without_state)
+            and (not self._without_state or all(grads[number] is None for number in self._without_state))
             and all(map(is_, self._owned, _states_of(self._with_state, state)))
             and all(bucket.is_current() for bucket in self.buckets)
         )
@@ -366,6 +378,8 @@ class Buckets:
         self._backend_of = backend_of
         self._sharding_of = sharding_of
         self._staged = staged
+        self._hyper_rows = HyperRows(options.decay)
+        self.rows: list[HyperRow] = []  # of the last step's hyper-parameters
         self._kept: list[Arrangement] = []  # the one that was used last comes first
         self.current: list[Bucket] = []  # of the last step
         self.are_captured = False  # in a CUDA graph, which these then are copies for
@@ -378,10 +392,13 @@ class Buckets:
 
         Everything that can be refused is refused here, for all buckets, before anything is written.
         """
-        for group in groups:
-            check_group(group)
+        rows = self.rows = self._hyper_rows.current(groups)
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
-        arrangement = next((kept for kept in self._kept if kept.serves(params, groups, grads, state)), None)
+        arrangement = None
+        for kept in self._kept:
+            if kept.serves(params, groups, grads, state):
+                arrangement = kept
+                break
         is_new = arrangement is None
         if arrangement is None:
             captures.check_prepared({param.device for param in params})
@@ -392,7 +409,7 @@ class Buckets:
             buckets = [bucket.for_capture() for bucket in buckets]
         try:
             for bucket in buckets:
-                bucket.begin(grads, groups)
+                bucket.begin(grads, rows, groups)
                 bucket.backend.prepare(bucket)
         except BaseException:
             for bucket in buckets:
@@ -412,6 +429,7 @@ class Buckets:
         return buckets
 
     def end(self) -> None:
+        """Lets go of the step's gradients: between steps they are the user's to free."""
         for bucket in self.current:
             bucket.end()
         if self.are_captured:  # the writes are counted, and known only to the copies

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from swd_fused.schedule import HyperRow
 from swd_fused.upload import HostCopy, can_be_read_later, is_fake
 
 # What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 0.03 to 0.07 in the first epoch
@@ -45,18 +46,40 @@ class DecayWarning:
         self._done = False
         self._message: str | None = None
         self._pending: tuple[HostCopy, list[GroupDecay], bool] | None = None
+        self._rows: list[HyperRow] | None = None
+        self._harmless = math.inf
 
-    def note(self, exp_avg_sq_mean: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up the mean of a step that has been taken."""
+    def note(
+        self,
+        exp_avg_sq_mean: Tensor,
+        groups: Sequence[Mapping[str, Any]],
+        rows: list[HyperRow] | None = None,
+    ) -> None:
+        """Takes up the mean of a step that has been taken.
+
+        `rows` are the groups' hyper-parameters, the same list as long as they have not changed.
+        """
         if self._done or self._message is not None or self._pending is not None or is_fake(exp_avg_sq_mean):
             return
         is_early, self._early_steps_left = self._early_steps_left > 0, self._early_steps_left - 1
-        decays = [_decay_of(group) for group in groups]
+        if rows is not None and exp_avg_sq_mean.is_cpu and float(exp_avg_sq_mean) >= self._harmless_mean(rows):
+            return
         tensor_lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        decays = [_decay_of(group) for group in groups]
         if exp_avg_sq_mean.is_cpu:
             self._message = self._bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], decays, is_early)
         elif can_be_read_later(exp_avg_sq_mean):
             self._pending = HostCopy([exp_avg_sq_mean, *tensor_lrs]), decays, is_early
+
+    def _harmless_mean(self, rows: list[HyperRow]) -> float:
+        """Returns a mean from which on there is nothing to warn of. Asked in each step, so it is kept."""
+        if rows is not self._rows:
+            rms = [
+                math.inf if row.lr < 0 else row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW)
+                for row in rows
+            ]
+            self._rows, self._harmless = rows, max(rms) * max(rms)  # a float power would raise if too large
+        return self._harmless
 
     def warn(self) -> None:
         """Warns of what earlier steps have shown. To be called before a step changes anything."""

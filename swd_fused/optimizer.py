@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any, overload
@@ -23,6 +24,7 @@ from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
+from swd_fused.gradient_release import GradientRelease
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -77,8 +79,7 @@ ATTRIBUTES = (
     "set_grad_none",
     "skipped_steps",
     "_sharded_over",
-    "exp_avg_sq_mean",
-    "grad_norm",
+    "_last",
 )
 
 
@@ -132,6 +133,8 @@ class FusedAdamS(InAdamWTerms):
     _buckets: Buckets
     _step_before: StepBefore
     _in_parts: FromCallerInParts
+    _last: StepScalars | Tensor
+    _gradient_release: GradientRelease | None = None  # neither copied nor pickled
 
     @_disable_dynamo
     def __init__(
@@ -262,17 +265,43 @@ class FusedAdamS(InAdamWTerms):
         is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
         elements, a call may step some of the parameters only, and ranks need not communicate.
         """
+        if self._gradient_release is not None:
+            self._gradient_release.end_step(closure, grad_sumsq, numel)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if is_distributed():
+        if not torch.compiler.is_compiling():
+            self._eager_step(grad_sumsq, numel)
+        elif is_distributed():
             self._untraced_step(grad_sumsq, numel)
-        elif torch.compiler.is_compiling() and grad_sumsq is None and self.grad_sumsq_provider is None:
+        elif grad_sumsq is None and self.grad_sumsq_provider is None:
             self._step_within_a_graph()
         else:
             self._eager_step(grad_sumsq, numel)
         return loss
+
+    def release_gradients(self) -> GradientRelease:
+        """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
+
+        Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
+        step, which is exact, keeps gradients until then, and may round its mean differently in the last bit of float64.
+        `remove()` of what is returned ends gradient release.
+
+        Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
+        gradients too late. Not with clipping or GradScaler, which need all gradients first.
+        """
+        if self._gradient_release is None:
+            self._gradient_release = GradientRelease(self)
+        return self._gradient_release
+
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
+
+        Without `release_gradients()` they do so anyway.
+        """
+        return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
     def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         check_not_in_backward(grad_sumsq)
@@ -345,7 +374,7 @@ class FusedAdamS(InAdamWTerms):
         buckets = self._buckets.begin(self.param_groups, self.state, grads)
         try:
             source = self._source(buckets, grads, grad_sq, numel)
-            scalars = self._fused_step(buckets, source, gate, ranks)
+            scalars: StepScalars | Tensor | None = self._fused_step(buckets, source, gate, ranks)
             if scalars is None:
                 scalars = self._step_in_passes(buckets, source, gate, ranks)
         finally:
@@ -360,7 +389,7 @@ class FusedAdamS(InAdamWTerms):
         if self._buckets.were_changed:
             self._step_before.forget()
         if grad_sq is None or numel is None:
-            self._in_parts = FromCallerInParts()
+            self._in_parts.forget()
             if grad_sq is not None:
                 return FromCaller(grad_sq)
             return self._step_before if self._needs_one_pass() else self._pass_one
@@ -374,8 +403,11 @@ class FusedAdamS(InAdamWTerms):
         self._in_parts.begin(grad_sq, numel, beta2, bias_correction, params, self._stored_sum)
         return self._in_parts
 
-    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars | None:
-        """Takes both passes as one call, where there is a single local bucket and its backend offers that."""
+    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> Tensor | None:
+        """Takes both passes as one call, where there is a single local bucket and its backend offers that.
+
+        Returns StepScalars as one tensor: taking it apart takes longer than a small step needs for its sums.
+        """
         is_single_local_bucket = len(buckets) == 1 and ranks.is_local and self.total_numel is None
         if not is_single_local_bucket:
             return None
@@ -408,10 +440,12 @@ class FusedAdamS(InAdamWTerms):
             return StepScalars(mean, self._step_before.grad_norm(grad_sqs, gate, ranks), skip)
         return StepScalars(mean, gate.grad_norm(sums.grad_sq), skip)
 
-    def _record(self, scalars: StepScalars, gate: Gate) -> None:
+    def _record(self, scalars: StepScalars | Tensor, gate: Gate) -> None:
         """Keeps what users log, and what the next step wants to know."""
-        self.exp_avg_sq_mean, self.grad_norm, skip = scalars
-        if skip is not None and gate.may_skip and not self._in_parts.goes_on:
+        self._last = scalars
+        if gate.may_skip and not self._in_parts.goes_on:
+            skip = scalars[2]
+            assert skip is not None, "whoever may skip says whether it did"
             if self.skipped_steps.device != skip.device:
                 self.skipped_steps = (upload if self.skipped_steps.is_cpu else moved)(self.skipped_steps, skip.device)
             self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
@@ -422,7 +456,7 @@ class FusedAdamS(InAdamWTerms):
         if self.options.decay == "scheduled":
             if not self._in_parts.goes_on:
                 self._count_calibration_step()
-            self._decay_warning.note(self.exp_avg_sq_mean, self.param_groups)
+            self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
 
     def _needs_one_pass(self) -> bool:
         """Whether nothing of this step's gradients must be known before the update."""
@@ -446,6 +480,16 @@ class FusedAdamS(InAdamWTerms):
 
     def _staged_state(self, state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
         return initialized(dict(state), param, self.options, amsgrad, self._backend_of(param)[0])
+
+    @property
+    def exp_avg_sq_mean(self) -> Tensor:  # type: ignore[override]
+        """The mean of v^ that the last step's schedule used: a zero-dimensional tensor, NaN before the first."""
+        return self._last[0]
+
+    @property
+    def grad_norm(self) -> Tensor:  # type: ignore[override]
+        """The norm of the last step's gradients, unscaled and before clipping: a zero-dimensional tensor."""
+        return self._last[1]
 
     # --- Backends
 
@@ -524,15 +568,16 @@ class FusedAdamS(InAdamWTerms):
     def _forget(self) -> None:
         """What only a step can tell."""
         self._start_anew()
-        self.exp_avg_sq_mean = torch.tensor(math.nan, device="cpu")
-        self.grad_norm = torch.tensor(math.nan, device="cpu")
+        self._last = torch.full((3,), math.nan, device="cpu")
 
     def _start_anew(self) -> None:
         """What is kept from step to step beside the state."""
-        ranks = Ranks(self._sharded_over)
-        self._ranks = ranks
-        self._buckets = Buckets(
-            self.options, lambda param: self._backend_of(param)[0], ranks.sharding_of, self._staged_state
-        )
+        self._ranks = Ranks(self._sharded_over)
+        self._buckets = self._new_buckets()
         self._step_before.forget()
         self._in_parts = FromCallerInParts()
+
+    def _new_buckets(self) -> Buckets:
+        return Buckets(
+            self.options, lambda param: self._backend_of(param)[0], self._ranks.sharding_of, self._staged_state
+        )

@@ -345,8 +345,9 @@ def check_not_in_backward(grad_sumsq: object) -> None:
         raise RuntimeError(
             "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
             "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
-            "are. Call step() after backward(); or pass what the step before knew, step(grad_sumsq=..., numel=...), "
-            "for a schedule that lags by one step."
+            'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+            "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+            "step() after backward() ends the step."
         )
 
 

@@ -6,13 +6,15 @@ Nothing here waits for the device. Sums and scalars are float64 where the device
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused import captures
-from swd_fused.options import Decay
+from swd_fused.options import Decay, check_group
 from swd_fused.upload import moved, upload
 
 
@@ -164,6 +166,40 @@ def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: Decay = "scheduled") 
         )
         for group in groups
     ]
+
+
+class HyperRows:
+    """The rows of an optimizer's groups, made and checked anew only when something has changed in a group."""
+
+    def __init__(self, decay: Decay) -> None:
+        self._decay = decay
+        self._seen: list[tuple[object, ...]] = []
+        self._rows: list[HyperRow] = []
+
+    def current(self, groups: Sequence[Mapping[str, Any]]) -> list[HyperRow]:
+        """Returns the rows, and the same list as long as all values are the same objects."""
+        seen = list(map(_VALUES, groups))
+        is_known = len(seen) == len(self._seen) and all(
+            map(is_, chain.from_iterable(seen), chain.from_iterable(self._seen))
+        )
+        if not is_known:
+            for group in groups:
+                check_group(group)
+            self._rows = hyper_rows(groups, self._decay)
+            # A list, or a tensor among the betas, can change without becoming another object.
+            can_change = any(type(values[0]) is not tuple or any(map(_is_tensor, values[0])) for values in seen)
+            self._seen = [] if can_change else seen
+        return self._rows
+
+
+_VALUES = itemgetter(
+    *("betas", "lr", "eps", "weight_decay", "max_decay"),
+    *("maximize", "bias_correction", "adamw_weight_decay"),
+)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,18 @@ class PassOne:
             carried = carried + ranks.total(maxima, 1)[0]
         return Sums(grad_sq, carried, fresh, count)
 
+    def sums_of_parts(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
+        """Does what `sums` does without a gate, where only one part of the model has buckets at a time."""
+        rows, maxima = [], []
+        for bucket in chain.from_iterable(parts):
+            rows.append((bucket.sharding, _pass1(bucket)))
+            if bucket.amsgrad:
+                maxima.append((bucket.sharding, bucket.backend.pass1_amsgrad(bucket, None).reshape(1)))
+        grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
+        if self._has_amsgrad():
+            carried = carried + ranks.total(maxima, 1)[0]
+        return Sums(grad_sq, carried, fresh, count)
+
     def leave(self, *_: object) -> None:
         pass
 
@@ -57,6 +70,13 @@ def _pass1(bucket: Bucket) -> Tensor:
     if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
         carried = fresh = torch.zeros_like(grad_sq)
     return torch.stack([grad_sq, carried, fresh, bucket.count])
+
+
+class Left(NamedTuple):
+    """What the step before has left, over all ranks."""
+
+    row: Tensor  # the sum of v^, its number of elements, the sum of squared gradients
+    by_a_step: bool | None  # False: no step was taken yet. None: only the device knows
 
 
 class StepBefore:
@@ -72,23 +92,41 @@ class StepBefore:
     def __init__(self, pass_one: PassOne) -> None:
         self._pass_one = pass_one
         self._reduction: Reduction | None = None
+        self._left: Left | None = None  # by the step before, if someone has asked for it already
 
     def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
-        is_first = self._reduction is None
-        if self._reduction is None:
-            last = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
-        else:
-            last, self._reduction = self._reduction.finish(), None
-        carried, count, self._last_grad_sq = last.unbind()
+        left, self._left = self._left or self._received(buckets, ranks), None
+        carried, count, self._last_grad_sq = left.row.unbind()
         before = Sums(None, carried, torch.zeros_like(carried), count)
-        if _can_be_read(count):
-            return before if count > 0 else self._pass_one.sums(buckets, gate, ranks)
-        if not is_first or (ranks.is_local and any(bucket.is_known_to_have_stepped() for bucket in buckets)):
-            return before
+        if left.by_a_step is not None:
+            return before if left.by_a_step else self._pass_one.sums(buckets, gate, ranks)
         # The device knows whether any step was taken, and is not waited for.
         now = self._pass_one.sums(buckets, gate, ranks)
         pairs = zip(before[1:], now[1:], strict=True)
         return Sums(now.grad_sq, *(torch.where(count > 0, old, new) for old, new in pairs))
+
+    def has_stepped(self, buckets: Sequence[Bucket], ranks: Collective) -> bool:
+        """Returns whether any parameter of any rank has taken a step. Waits for the device where only that knows."""
+        self._left = self._left or self._received(buckets, ranks)
+        if self._left.by_a_step is None:
+            self._left = self._left._replace(by_a_step=bool(self._left.row[1] > 0))
+        return bool(self._left.by_a_step)
+
+    def first_sums(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
+        """Returns the sums of a first step, for which pass 1 takes the place of a step before."""
+        self._left = None
+        return self._pass_one.sums_of_parts(parts, ranks)
+
+    def _received(self, buckets: Sequence[Bucket], ranks: Collective) -> Left:
+        is_first = self._reduction is None
+        if self._reduction is None:
+            row = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
+        else:
+            row, self._reduction = self._reduction.finish(), None
+        if _can_be_read(row):
+            return Left(row, bool(row[1] > 0))
+        is_known = not is_first or (ranks.is_local and any(bucket.is_known_to_have_stepped() for bucket in buckets))
+        return Left(row, True if is_known else None)
 
     def grad_norm(self, grad_sqs: Sequence[Tensor], gate: Gate, ranks: Collective) -> Tensor:
         """Returns the norm, where pass 2 was the first to read gradients: on several ranks that of the step before."""
@@ -108,11 +146,20 @@ class StepBefore:
             rows.append((bucket.sharding, _left_by(bucket, grad_sq)))
         self._reduction = ranks.start(rows, 3)
 
+    def leave_released(self, buckets: Sequence[Bucket], grad_sqs: Mapping[Sharding, Tensor], ranks: Collective) -> None:
+        """Does what `leave` does after a step whose parameters were updated one after another."""
+        if ranks.is_local:
+            return
+        rows = [(bucket.sharding, _left_by(bucket)) for bucket in buckets]
+        for sharding, grad_sq in grad_sqs.items():
+            rows.append((sharding, torch.stack([torch.zeros_like(grad_sq), torch.zeros_like(grad_sq), grad_sq])))
+        self._reduction = ranks.start(rows, 3)
+
     def forget(self) -> None:
         """Drops what the step before left. All ranks must do so, or none."""
         if self._reduction is not None:
             self._reduction.abandon()
-        self._reduction = None
+        self._reduction = self._left = None
 
 
 def _can_be_read(value: Tensor) -> bool:
@@ -152,6 +199,10 @@ class FromCallerInParts:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts again from the state, after steps of another kind."""
         self._sum: Tensor | None = None  # of v, before the step that calls belong to
         self._steps: Tensor | None = None
         self._next: tuple[Tensor, Tensor] | None = None  # both, after it

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.buckets import Bucket
-from swd_fused.schedule import Gate, StepScalars
+from swd_fused.schedule import Gate
 
 
 class Backend(Protocol):
@@ -51,9 +51,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """Advances parameters, masters, moments, `bucket.steps` and `bucket.sums`. Returns grad_sq if asked for."""
 
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars | None:
-        """Takes both passes as one, of a bucket that is the whole model. Returns None where they must be taken one by
-        one, having done nothing."""
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
+        """Takes both passes as one, of a bucket that is the whole model. Returns (exp_avg_sq_mean, grad_norm, skip), or
+        None where the passes must be taken one by one, having done nothing."""
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """Returns by tensor the `bucket.sums` that `pass2` leaves, bit for bit, from what is stored."""

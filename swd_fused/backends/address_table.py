@@ -35,13 +35,13 @@ def fingerprint(bucket: Bucket) -> Fingerprint:
     is faster than all of one kind at a time, and lists are made faster than arrays.
     """
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
-    forms = bucket.grads_or_params
+    forms, params = bucket.grads_or_params, bucket.params
     try:
-        grads = _addresses(forms)
+        grads = list(map(Tensor.data_ptr, forms))
         others: list[object] = [
-            *(list(map(attrgetter("dtype"), forms)), *_forms(forms)),
-            *(_addresses(bucket.params), *_forms(bucket.params)),
-            _addresses(chain.from_iterable(moments)),
+            *(list(map(_DTYPE, forms)), list(map(Tensor.numel, forms)), list(map(Tensor.stride, forms))),
+            *(list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(Tensor.stride, params))),
+            list(map(Tensor.data_ptr, chain.from_iterable(moments))),
         ]
     except RuntimeError:  # a sparse gradient, which `check` refuses with our own error message
         bucket.check()
@@ -70,9 +70,4 @@ def int64s(values: Iterable[int]) -> Tensor:
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _forms(tensors: list[Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
-    return list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
+_DTYPE = attrgetter("dtype")

@@ -12,7 +12,7 @@ from torch import Tensor
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
 from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
 from swd_fused.buckets import Bucket
-from swd_fused.schedule import Gate, StepScalars
+from swd_fused.schedule import Gate
 
 ops = torch.ops.swd_fused
 
@@ -55,11 +55,10 @@ class CpuBackend:
     ) -> Tensor:
         return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.rounding_seed)[0]
 
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars:
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
         numbers = gate.max_grad_norm, lagged, *scale, bucket.options.rounding_seed
-        exp_avg_sq_mean, grad_norm, skip = _written(bucket, ops.step_, *numbers).unbind()
-        return StepScalars(exp_avg_sq_mean, grad_norm, skip)
+        return _written(bucket, ops.step_, *numbers)
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import repeat
-from operator import attrgetter, is_not
+from collections import defaultdict
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,21 +12,26 @@ from torch import Tensor
 
 from swd_fused import schedule
 from swd_fused.backends.address_table import check_memory
+from swd_fused.backends.torch_sums import (
+    SumsByTensor,
+    TensorList,
+    batch_limit,
+    batches,
+    dtypes_of,
+    in_memory_order,
+    row_sums,
+    sums_of_elements,
+    sums_of_squares,
+    widened,
+)
 from swd_fused.buckets import Bucket
-from swd_fused.schedule import Gate, HyperRow, bias_corrections, scalar_dtype
+from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.upload import is_fake, upload
+from swd_fused.upload import is_fake
 
-# Elements that are updated at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost more
-# than the whole update; smaller batches, that fit the cache better, lost more to the operators' own overhead (2^17: 1.4
-# times as long). Elsewhere each batch is a round of launches.
-CPU_BATCH = 1 << 20
-DEVICE_BATCH = 1 << 26
-
-# Of a piece. Up to 2^20 squares, each of which may have lost 2^-126, then lose no more than float32's resolution.
-LEAST_NORM = 2.0**-40
-
-TensorList = list[Tensor] | tuple[Tensor, ...]
+# Those whose fused kernel has been read. torch has more of them, which nobody here could run.
+FUSED_DEVICES = ("cpu", "cuda")
+FUSED_DTYPES = {torch.float32, torch.float64}
 
 
 class TorchBackend:
@@ -45,7 +49,7 @@ class TorchBackend:
             check_memory(bucket)
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        grad_sums = sums_of_squares(bucket)
+        grad_sums = sums_of_squares(bucket.grads)
         beta2, bias_correction2 = by_tensor(bucket, "beta2"), bias_corrections_of(bucket)[1]
         carried = torch.where(bucket.has_grad, beta2 * bucket.sums / bias_correction2, 0.0)
         fresh = (1 - beta2) * grad_sums / bias_correction2
@@ -59,7 +63,8 @@ class TorchBackend:
             grads = scaled(grads, hyper.sign, grad_factor)
             next_exp_avg_sqs = torch._foreach_mul(exp_avg_sqs, hyper.beta2)
             torch._foreach_addcmul_(next_exp_avg_sqs, grads, grads, value=1 - hyper.beta2)
-            sums.add(batch, sums_of(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs)))
+            maxima = torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs)
+            sums.add(batch.indices, torch.cat([row_sums(maximum.reshape(1, -1)) for maximum in maxima]))
         return (sums.total() / bias_corrections_of(bucket)[1]).sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
@@ -68,58 +73,182 @@ class TorchBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        grad_sq = sums_of_squares(bucket).sum() if sum_grads else exp_avg_sq_mean
+        grad_sq = sums_of_squares(bucket.grads).sum() if sum_grads else exp_avg_sq_mean
         if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
             return grad_sq
         decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
-        bias_correction1, bias_correction2 = bias_corrections_of(bucket)
-        scale = bias_correction2.sqrt()
-        step_sizes = (by_tensor(bucket, "lr") * scale / bias_correction1).neg().unbind()
-        epss = (by_tensor(bucket, "eps") * scale).unbind()
-        seed = bucket.options.rounding_seed
-        keys = None if seed is None else rounding_keys(seed, bucket.tensor_ids, bucket.steps + 1)
-        weights = bucket.masters or bucket.params
-        lists = bucket.params, weights, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, bucket.grads
-        sums = SumsByTensor(bucket.averaged)
-        for batch in batches(*lists, groups=bucket.group_indices):
-            params, *updated = batch.lists
-            results = update_(
-                updated,
-                bucket.hyper.numbers[batch.group],
-                [epss[i] for i in batch.indices],
-                [step_sizes[i] for i in batch.indices],
-                decay_factors[batch.group],
-                grad_factor,
-                bucket.amsgrad,
-            )
-            if bucket.masters:
-                store(updated[0], results)
-            if keys is not None:
-                results = [
-                    stochastically_rounded(result, keys[index], bucket.element_numbers[index].from_index(*start))
-                    if param.dtype == torch.bfloat16
-                    else result
-                    for param, result, index, start in zip(params, results, batch.indices, batch.starts, strict=True)
-                ]
-            store(params, results)
-            sums.add(batch, sums_of(updated[3]))
+        fused = indices_for_fused_kernel(bucket)
+        if len(fused) < len(bucket.present_grads):
+            update_plainly(bucket, set(fused), decay_factors, grad_factor)
         if bucket.has_all_grads:
             bucket.steps += 1
-            bucket.sums = sums.total()
         else:
-            bucket.sums = torch.where(bucket.has_grad, sums.total(), bucket.sums)
             bucket.steps += bucket.has_grad
+        if fused:
+            update_by_fused_kernel(bucket, fused, decay_factors, grad_factor)
+        self._sum_again(bucket)
         bucket.note_versions()
         return grad_sq
+
+    def _sum_again(self, bucket: Bucket) -> None:
+        if bucket.has_all_grads:
+            bucket.sums = self.exp_avg_sq_sums(bucket.averaged)
+            return
+        written = [None if g is None else v for v, g in zip(bucket.averaged, bucket.grads, strict=True)]
+        bucket.sums = torch.where(bucket.has_grad, sums_of_elements(written), bucket.sums)
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
         return None
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        sums = SumsByTensor(exp_avg_sqs)
-        for batch in batches(exp_avg_sqs):
-            sums.add(batch, sums_of(batch.lists[0]))
-        return sums.total()
+        return sums_of_elements(exp_avg_sqs)
+
+
+# --- The update by torch's own fused kernel: AdamS is AdamW with another weight decay in each step
+
+
+def indices_for_fused_kernel(bucket: Bucket) -> list[int]:
+    """Returns which tensors with a gradient torch's fused Adam kernel updates as the definition has it.
+
+    It always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch 2.13).
+    """
+    device = bucket.device
+    if bucket.amsgrad or not all(row.corrects_bias for row in bucket.hyper.numbers) or device.type not in FUSED_DEVICES:
+        return []
+    present = [index for index, grad in enumerate(bucket.grads) if grad is not None]
+    lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
+    tensors = list(chain.from_iterable(lists))
+    dtypes = set(dtypes_of(tensors))
+    if device.type != "cpu" and torch.float64 in dtypes and any(row.lr < 0 for row in bucket.hyper.numbers):
+        return []  # on a device the kernel reads a learning rate that is a tensor in float32
+    if not set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:  # fake ones for instance
+        return []
+    if len(dtypes) == 1 and dtypes <= FUSED_DTYPES and all(map(Tensor.is_contiguous, tensors)):
+        return present
+    return [index for index in present if fits_fused_kernel([column[index] for column in lists])]
+
+
+def fits_fused_kernel(tensors: list[Tensor]) -> bool:
+    """Tells whether the kernel may update a parameter, given with its moments and gradient.
+
+    It walks memory without regard to strides, and rounds otherwise in 16 bits.
+    """
+    dtypes = set(dtypes_of(tensors))
+    if len(dtypes) > 1 or not dtypes <= FUSED_DTYPES:
+        return False
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    return len(set(map(Tensor.stride, tensors))) == 1 and in_memory_order(tensors[0]).is_contiguous()
+
+
+def update_by_fused_kernel(
+    bucket: Bucket, indices: list[int], decay_factors: Tensor, grad_factor: Tensor | None
+) -> None:
+    """Updates these tensors, whose step counts are advanced already."""
+    if bucket.plan is None:
+        bucket.plan = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
+    grads: list[Tensor] = bucket.grads  # type: ignore[assignment]
+    lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, grads, bucket.plan
+    by_kind: defaultdict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    for index in indices:
+        by_kind[bucket.group_indices[index], bucket.params[index].dtype].append(index)
+    for (group, dtype), members in by_kind.items():
+        *tensors, steps = ([column[index] for index in members] for column in lists)
+        update = FusedUpdate.of_group(bucket.hyper, group, decay_factors[group])
+        if update.decays_first:
+            torch._foreach_mul_(tensors[0], [decay_factors[group]] * len(members))
+        if grad_factor is None:
+            update(tensors, steps)
+        else:  # the kernel's own `grad_scale` would write to the gradients
+            for batch in batches(*map(flat_if_cut, tensors)):
+                *written, pieces = batch.lists
+                copies = scaled(pieces, 1.0, grad_factor.to(dtype))
+                update([*written, copies], [steps[index] for index in batch.indices])
+        # The kernel does not count its writes.
+        torch.autograd.graph.increment_version([param for param in tensors[0] if not param.is_inference()])
+
+
+class FusedUpdate(NamedTuple):
+    """torch's fused Adam kernel with the hyper-parameters of a group."""
+
+    row: HyperRow
+    lr: float | Tensor
+    weight_decay: float
+    decays_first: bool  # whether weights must be decayed before, since the kernel does not
+
+    @classmethod
+    def of_group(cls, hyper: Hyper, group: int, decay_factor: Tensor) -> FusedUpdate:
+        row, lr = hyper.numbers[group], hyper.column("lr")[group]
+        if not can_be_read(decay_factor):
+            decays = bool(row.weight_decay or row.decoupled_decay)
+            return cls(row, row.lr if row.lr >= 0 else lr.float(), 0.0, decays)
+        shrink = 1 - float(decay_factor)
+        weight_decay = shrink / float(lr) if shrink else 0.0
+        if math.isinf(weight_decay):  # a learning rate of 1e-310
+            return cls(row, float(lr), 0.0, True)
+        return cls(row, float(lr), weight_decay, False)
+
+    def __call__(self, tensors: list[list[Tensor]], steps: list[Tensor]) -> None:
+        params, exp_avgs, exp_avg_sqs, grads = tensors
+        kernel = torch._fused_adam_ if self.row.l2 else torch._fused_adamw_
+        kernel(
+            *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+            lr=self.lr,
+            beta1=self.row.beta1,
+            beta2=self.row.beta2,
+            weight_decay=self.row.l2 or self.weight_decay,
+            eps=self.row.eps,
+            amsgrad=False,
+            maximize=self.row.sign < 0,
+        )
+
+
+def can_be_read(value: Tensor) -> bool:
+    """Tells whether a number can be looked at without waiting for a device."""
+    return value.is_cpu
+
+
+def flat_if_cut(tensors: list[Tensor]) -> list[Tensor]:
+    """Flattens dense tensors that `batches` cuts, so that pieces of them are dense too."""
+    limit = batch_limit(tensors[0])
+    return [in_memory_order(tensor).view(-1) if tensor.numel() > limit else tensor for tensor in tensors]
+
+
+# --- The update in plain operations
+
+
+def update_plainly(bucket: Bucket, without: set[int], decay_factors: Tensor, grad_factor: Tensor | None) -> None:
+    """Updates tensors that have a gradient, but for those at some indices. Leaves the step counts as they are."""
+    bias_correction1, bias_correction2 = bias_corrections_of(bucket)
+    scale = bias_correction2.sqrt()
+    step_sizes = (by_tensor(bucket, "lr") * scale / bias_correction1).neg().unbind()
+    epss = (by_tensor(bucket, "eps") * scale).unbind()
+    seed = bucket.options.rounding_seed
+    keys = None if seed is None else rounding_keys(seed, bucket.tensor_ids, bucket.steps + 1)
+    weights = bucket.masters or bucket.params
+    grads = [None if index in without else grad for index, grad in enumerate(bucket.grads)]
+    lists = bucket.params, weights, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, grads
+    for batch in batches(*lists, groups=bucket.group_indices):
+        params, *updated = batch.lists
+        results = update_(
+            updated,
+            bucket.hyper.numbers[batch.group],
+            [epss[i] for i in batch.indices],
+            [step_sizes[i] for i in batch.indices],
+            decay_factors[batch.group],
+            grad_factor,
+            bucket.amsgrad,
+        )
+        if bucket.masters:
+            store(updated[0], results)
+        if keys is not None:
+            results = [
+                stochastically_rounded(result, keys[index], bucket.element_numbers[index].from_index(*start))
+                if param.dtype == torch.bfloat16
+                else result
+                for param, result, index, start in zip(params, results, batch.indices, batch.starts, strict=True)
+            ]
+        store(params, results)
 
 
 def update_(
@@ -161,13 +290,6 @@ def update_(
     return results
 
 
-def widened(tensors: TensorList) -> list[Tensor]:
-    """What is narrower than 32 bits, in 32."""
-    if all(dtype.itemsize >= torch.float32.itemsize for dtype in set(dtypes_of(tensors))):
-        return list(tensors)
-    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-
-
 def store(tensors: list[Tensor], results: list[Tensor]) -> None:
     """Rounds what was computed to what is kept, where that is not the same memory already."""
     pairs = [(tensor, result) for tensor, result in zip(tensors, results, strict=True) if tensor is not result]
@@ -179,10 +301,6 @@ def as_wide_as(tensors: TensorList, others: TensorList) -> list[Tensor]:
     if dtypes_of(tensors) == dtypes_of(others):
         return list(tensors)
     return [tensor.to(other.dtype) for tensor, other in zip(tensors, others, strict=True)]
-
-
-def dtypes_of(tensors: TensorList) -> list[torch.dtype]:
-    return list(map(attrgetter("dtype"), tensors))
 
 
 def scaled(grads: TensorList, sign: float, grad_factor: Tensor | None) -> list[Tensor]:
@@ -197,113 +315,3 @@ def by_tensor(bucket: Bucket, column: str) -> Tensor:
 
 def bias_corrections_of(bucket: Bucket) -> tuple[Tensor, Tensor]:
     return bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)
-
-
-# --- Sums, first by piece, then by tensor
-
-
-class SumsByTensor:
-    """Values for pieces, as `batches` makes them, added up for each tensor in float64."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._indices: list[int] = []
-        self._values: list[Tensor] = []
-
-    def add(self, batch: Batch, values: TensorList) -> None:
-        self._indices += batch.indices
-        self._values += values
-
-    def total(self) -> Tensor:
-        device = self._tensors[0].device
-        total = torch.zeros(len(self._tensors), dtype=scalar_dtype(device), device=device)
-        if self._values:
-            indices = upload(torch.tensor(self._indices, device="cpu"), device)
-            total.index_add_(0, indices, torch.stack(self._values).to(total.dtype))
-        return total
-
-
-def sums_of(pieces: TensorList) -> list[Tensor]:
-    """In 32 bits at least, in which torch adds pairwise: in float64 from the start it took four times as long."""
-    return [piece.sum(dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in pieces]
-
-
-def sums_of_squares(bucket: Bucket) -> Tensor:
-    """Returns the sums of grad^2 by tensor, 0 where there is no gradient."""
-    sums = SumsByTensor(bucket.params)
-    for batch in batches(bucket.params, bucket.grads):
-        norms = norms_of(widened(batch.lists[1]))
-        sums.add(batch, torch.stack(norms).to(scalar_dtype(bucket.device)).square().unbind())
-    return sums.total()
-
-
-def norms_of(pieces: list[Tensor]) -> list[Tensor]:
-    """In 32 bits, in which squares of numbers below 1e-19 or above 1e19 are lost: on the CPU such pieces are measured
-    once more, scaled by a power of two. Others would have to be waited for, and are measured in float64, which on the
-    CPU took 30 times as long."""
-    if type(pieces[0]) is not Tensor or not pieces[0].is_cpu:
-        return list(torch._foreach_norm(pieces, 2, dtype=scalar_dtype(pieces[0].device)))
-    norms = list(torch._foreach_norm(pieces, 2))
-    for i, norm in enumerate(torch.stack(norms).tolist()):
-        if not LEAST_NORM <= norm < math.inf:
-            scale = 2.0**-100 if norm >= LEAST_NORM else 2.0**100
-            norms[i] = torch.linalg.vector_norm(pieces[i] * scale).double() / scale
-    return norms
-
-
-# --- Batches of pieces
-
-
-class Batch(NamedTuple):
-    group: int
-    indices: list[int]  # of the tensor that each piece belongs to
-    starts: list[tuple[int, int]]  # the dimension that it is cut along, and the index where the piece begins
-    lists: list[list[Tensor]]
-
-
-def batches(*lists: list[Tensor] | list[Tensor | None], groups: list[int] | None = None) -> Iterator[Batch]:
-    """Cuts parallel lists of tensors into parallel lists of pieces, those of one group at a time.
-
-    Leaves out places where one of them has None: parameters without a gradient.
-    """
-    first_list: list[Tensor] = lists[0]  # type: ignore[assignment]  # of parameters or moments
-    limit = CPU_BATCH if first_list[0].is_cpu else DEVICE_BATCH
-    groups = groups or [0] * len(lists[0])
-    numels = list(map(Tensor.numel, first_list))
-    is_whole = all(all(map(is_not, tensors, repeat(None))) for tensors in lists)
-    if is_whole and sum(numels) <= limit and all(numels) and len(set(groups)) == 1:
-        whole: list[list[Tensor]] = [list(tensors) for tensors in lists]  # type: ignore[arg-type]
-        yield Batch(groups[0], list(range(len(numels))), [(0, 0)] * len(numels), whole)
-        return
-    batch, numel = Batch(groups[0], [], [], [[] for _ in lists]), 0
-    for index, (group, *tensors) in enumerate(zip(groups, *lists, strict=True)):
-        if not is_whole and any(tensor is None for tensor in tensors):
-            continue
-        for start, slab in slabs(tuple(tensors), limit):
-            if batch.indices and (batch.group != group or numel >= limit):
-                yield batch
-                numel = 0
-            if numel == 0:
-                batch = Batch(group, [], [], [[] for _ in lists])
-            batch.indices.append(index)
-            batch.starts.append(start)
-            for pieces, piece in zip(batch.lists, slab, strict=True):
-                pieces.append(piece)
-            numel += slab[0].numel()
-    if batch.indices:
-        yield batch
-
-
-def slabs(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
-    """Tensors of one shape, cut along their longest dimension: it and the index of each cut, and the pieces. Empty ones
-    have none."""
-    shape, numel = tensors[0].shape, tensors[0].numel()
-    if numel == 0:
-        return
-    if numel <= limit:
-        yield (0, 0), tensors
-        return
-    dim = shape.index(max(shape))
-    rows = max(1, limit * shape[dim] // numel)
-    pieces = zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
-    yield from (((dim, number * rows), piece) for number, piece in enumerate(pieces))

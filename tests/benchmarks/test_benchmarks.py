@@ -22,6 +22,7 @@ from benchmarks import (
     mixed_precision,
     plot_sharded_step,
     plot_step_time,
+    plot_training_memory,
     roofline,
     sharded_step,
     step_time,
@@ -349,21 +350,37 @@ def test_mixed_precision_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sum("FusedAdamS" in row["contender"] for row in rows) == 7
 
 
-def test_memory_is_that_of_the_readme(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     memory.main(["--out", str(tmp_path)])
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     rows = {row["choice"]: row for row in rows_of(tmp_path / "memory.csv")}
     assert len(rows) == len(memory.CHOICES)
     for name in ("float32", "float32, first moment bfloat16", "bfloat16, master weights"):
         sizes = (f"{float(rows[name][column]):g}" for column in ("parameter", "gradient", "state", "all"))
-        assert f"| {name} | {' | '.join(sizes)} |" in readme
+        assert f"| {name} | {' | '.join(sizes)} |" in page
 
 
-def test_the_readme_has_the_modelled_times(tmp_path: Path) -> None:
+def test_memory_of_training_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AdamW keeps all gradients, gradient release those that wait to be stepped together; peers need their packages."""
+    chosen = ["float32: AdamW fused", "float32: FusedAdamS lagged, gradients released", "FlashAdamW"]
+    settings = [argument for name in chosen for argument in ("--setting", name)]
+    memory.main(["--measure", "--model", "tiny", "--out", str(tmp_path), *settings])
+    rows = {row["setting"]: row for row in rows_of(tmp_path / "training_memory.csv")}
+    assert list(rows) == chosen[:2]
+    for row in rows.values():
+        assert int(row["parameters"]) == 4 * int(row["elements"])
+        assert 0 <= int(row["state"]) - 8 * int(row["elements"]) < 8 * 1024
+        assert int(row["peak"]) >= int(row["parameters"]) + int(row["state"])
+    assert rows[chosen[0]]["gradients"] == rows[chosen[0]]["parameters"]
+    assert (tmp_path / "training_memory.png").stat().st_size > 0
+    assert "Skipped bfloat16: FlashAdamW" in capsys.readouterr().out
+
+
+def test_the_page_has_the_modelled_times(tmp_path: Path) -> None:
     roofline.main(["--out", str(tmp_path / "roofline.csv")])
     rows = read_rows(tmp_path / "roofline.csv")
     assert read_rows(roofline.RESULTS) == rows
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     for size, digits in ((124_000_000, 2), (1_000_000_000, 1)):
         for each in (28, 40, 32, 24):
             own = [row for row in rows if (row["parameters"], row["bytes_per_parameter"]) == (str(size), str(each))]
@@ -380,6 +397,7 @@ HELPFUL = [
     training_step,
     sharded_step,
     plot_sharded_step,
+    plot_training_memory,
     collective_cost,
     roofline,
 ]

@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 
 from benchmarks import demo, demo_plot
 
-MEASURES = ("step", "epoch", "lr", "train_loss", "grad_norm", "weight_decay", "step_us")
+MEASURES = ("step", "epoch", "lr", "train_loss", "grad_norm", "rms_grad", "weight_decay", "step_us")
 CONDITIONS = ("seed", "batch_size", "parameters", "threads", "machine", "python", "torch", "swd_fused")
 BATCH_SIZE = 128
 STEPS = demo.TRAIN_SIZE // BATCH_SIZE * 2
@@ -66,7 +66,7 @@ def test_csv_is_finite_and_complete(rows: Rows) -> None:
 
 def test_both_start_alike_and_part_after(rows: Rows) -> None:
     adamw, adams = rows_of(rows, "AdamW"), rows_of(rows, "FusedAdamS")
-    for measure in ("train_loss", "grad_norm"):
+    for measure in ("train_loss", "grad_norm", "rms_grad"):
         assert float(adamw[0][measure]) == pytest.approx(float(adams[0][measure]), rel=1e-5)
         assert adamw[-1][measure] != adams[-1][measure]
 
@@ -78,7 +78,7 @@ def test_learning_rate_is_divided_by_ten_twice(rows: Rows) -> None:
 
 
 def test_only_adams_schedules_its_weight_decay(rows: Rows) -> None:
-    assert {float(row["weight_decay"]) for row in rows_of(rows, "AdamW")} == {0.5}
+    assert {float(row["weight_decay"]) for row in rows_of(rows, "AdamW")} == {demo.ADAMW_WEIGHT_DECAY}
     assert len({row["weight_decay"] for row in rows_of(rows, "FusedAdamS")}) == STEPS
 
 

@@ -211,7 +211,7 @@ def test_what_goes_to_the_cpu_is_waited_for() -> None:
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_what_is_in_grad_after_a_scaled_step(unscale_first: bool) -> None:
-    """As the README has it: gradients stay as they were before the step, and `grad_norm` is that of unscaled ones."""
+    """As docs/mixed-precision.md has it: `.grad` is as before the step, `grad_norm` is that of unscaled gradients."""
     param = torch.nn.Parameter(torch.ones(3, device=DEVICE))
     optimizer, scaler = FusedAdamS([param]), torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     scaler.scale((2 * param).sum()).backward()

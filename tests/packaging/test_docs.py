@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,14 +30,42 @@ def anchors(page: Path) -> set[str]:
 
 
 def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
+    """Runs a block, and ends the process group that it or a framework has begun: each recipe begins one of its own."""
+    uses_framework = re.search(rf"^(from|import) ({'|'.join(FRAMEWORKS)})\b", block, flags=re.MULTILINE)
     try:
-        exec(compile(block, page.name, "exec"), namespace)
+        with warnings.catch_warnings():
+            if uses_framework:  # they have warnings of their own
+                warnings.simplefilter("ignore")
+            exec(compile(block, page.name, "exec"), namespace)
     except ModuleNotFoundError as error:
         if error.name not in FRAMEWORKS:
             raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def _as_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sets what torchrun does for one rank, and serves the store that it would."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the port is that of the store above
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield
+    del store
 
 
 @each_page
+@pytest.mark.usefixtures("_as_by_torchrun")
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}

@@ -11,7 +11,7 @@ from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TEN
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
 from swd_fused.buckets import Bucket
-from swd_fused.schedule import Gate, StepScalars, bias_corrections
+from swd_fused.schedule import Gate, bias_corrections
 
 # Passes that are launched by themselves share one grid, that of the longest, since they share their sums.
 PASSES = kernels.update_kernel
@@ -74,6 +74,7 @@ class TritonBackend:
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
         plan: Plan = bucket.plan
+        plan.last = None
         totals = plan.new_totals(bucket)
         number = (
             exp_avg_sq_mean,
@@ -91,7 +92,7 @@ class TritonBackend:
         plan.end(bucket)
         return totals[:, GRAD_SUM.value].sum()
 
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> StepScalars | None:
+    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         plan: Plan = bucket.plan
         if plan.n_parts > 1 or not (lagged or can_wait(bucket.device)):
             return None
@@ -121,8 +122,7 @@ class TritonBackend:
                     raise
                 return None
         plan.end(bucket)
-        exp_avg_sq_mean, grad_norm, skip = results.unbind()
-        return StepScalars(exp_avg_sq_mean, grad_norm, skip)
+        return results
 
     def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
         """Kept by segment in the plan, and rebuilt with it."""
