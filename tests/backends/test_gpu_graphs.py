@@ -96,10 +96,6 @@ class Mixed:
     def _step_twin(self, grads: list[Tensor | None], lr: float | Tensor) -> None:
         for param, grad in zip(self.twins, grads, strict=True):
             param.grad = grad
-        # Loaded state has no step before: a lagged mean is then over the parameters of this step, as with graphs.
-        state_dict = self.twin.state_dict()
-        if state_dict["state"]:
-            self.twin.load_state_dict(state_dict)
         self.twin.param_groups[0]["lr"] = lr.cpu() if isinstance(lr, Tensor) else lr
         self.twin.step()
 
