@@ -28,6 +28,7 @@ LAYERS = [
     ["distributed.ranks", "stochastic_rounding"],
     ["buckets", "adamw_terms", "compiled_step"],
     ["sums", "backends", "gradient_release"],
+    ["step"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
     ["__main__"],

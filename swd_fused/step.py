@@ -1,0 +1,195 @@
+"""A step: the sums from their source, the scalars that follow from them, and pass 2 over all buckets."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from operator import is_not
+
+import torch
+from torch import Tensor
+
+from swd_fused import captures
+from swd_fused.adamw_terms import InAdamWTerms
+from swd_fused.buckets import Bucket, Buckets
+from swd_fused.decay_warning import DecayWarning
+from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.ranks import Ranks
+from swd_fused.schedule import Gate, StepScalars
+from swd_fused.sums import (
+    FromCaller,
+    FromCallerInParts,
+    PassOne,
+    Source,
+    StepBefore,
+    checked_grad_sq,
+    on_device_of,
+    skip_on_all_ranks,
+    stored_sum,
+)
+from swd_fused.upload import moved, upload
+
+
+class TakesSteps(InAdamWTerms):
+    """The part of FusedAdamS that takes a step, and what it keeps from one step to the next."""
+
+    max_grad_norm: float | None
+    schedule: str
+    total_numel: int | None
+    _ranks: Ranks
+    _buckets: Buckets
+    _pass_one: PassOne
+    _step_before: StepBefore
+    _in_parts: FromCallerInParts
+    _decay_warning: DecayWarning
+    _last: StepScalars | Tensor
+    _in_graphs: list[Bucket]
+
+    @property
+    def exp_avg_sq_mean(self) -> Tensor:  # type: ignore[override]
+        """The mean of v^ that the last step's schedule used: a zero-dimensional tensor, NaN before the first."""
+        return self._last[0]
+
+    @property
+    def grad_norm(self) -> Tensor:  # type: ignore[override]
+        """The norm of the last step's gradients, unscaled and before clipping: a zero-dimensional tensor."""
+        return self._last[1]
+
+    def numbered_params(self) -> list[Tensor]:
+        """All parameters, in the order of their groups."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def collective(self, check: bool = True) -> Collective:
+        """All-reduces over the ranks that share this optimizer's parameters."""
+        return self._ranks.collective(self.param_groups, check)
+
+    def _take_step(self, grads: list[Tensor | None], grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
+            with torch.inference_mode(False), torch.no_grad():
+                return self._take_step(grads, grad_sumsq, numel)
+        ranks = self.collective(check=grad_sumsq is None)
+        gate = Gate(
+            self.max_grad_norm,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            self.options.skip_nonfinite,
+        )
+        if captures.is_capturing(ranks.device):
+            captures.check_step(
+                carries_sum=numel is not None,
+                is_lagged_over_ranks=grad_sumsq is None and self._needs_one_pass() and not ranks.is_local,
+                is_calibrating=any(group["adamw_weight_decay"] is not None for group in self.param_groups),
+                is_first_to_skip=gate.may_skip and self.skipped_steps.device != ranks.device,
+            )
+        self._end_calibration()
+        self._decay_warning.warn()
+        if ranks.is_local and not any(map(is_not, grads, repeat(None))):
+            return None
+        grad_sq = None
+        if grad_sumsq is not None:
+            grad_sq = checked_grad_sq(grad_sumsq, numel, self.param_groups, self.schedule, ranks.device)
+        buckets = self._buckets.begin(self.param_groups, self.state, grads)
+        try:
+            source = self._source(buckets, grads, grad_sq, numel)
+            scalars: StepScalars | Tensor | None = self._fused_step(buckets, source, gate, ranks)
+            if scalars is None:
+                scalars = self._step_in_passes(buckets, source, gate, ranks)
+        finally:
+            self._buckets.end()
+        self._record(scalars, gate)
+        return None
+
+    def _source(
+        self, buckets: list[Bucket], grads: list[Tensor | None], grad_sq: Tensor | None, numel: int | None
+    ) -> Source:
+        """Returns where this step's sums come from. All ranks come to the same answer."""
+        if self._buckets.were_changed:
+            self._step_before.forget()
+        if grad_sq is None or numel is None:
+            self._in_parts.forget()
+            if grad_sq is not None:
+                return FromCaller(grad_sq)
+            return self._step_before if self._needs_one_pass() else self._pass_one
+        if any(bucket.is_stepped_by_graphs() for bucket in buckets):
+            raise RuntimeError(
+                "FusedAdamS got step(grad_sumsq=, numel=) after steps of a CUDA graph, which the carried sum of the "
+                "whole model would leave out. Leave out numel, and step all parameters at once."
+            )
+        params = [param for param, grad in zip(self.numbered_params(), grads, strict=True) if grad is not None]
+        beta2, bias_correction = float(self.param_groups[0]["betas"][1]), self.param_groups[0]["bias_correction"]
+        self._in_parts.begin(grad_sq, numel, beta2, bias_correction, params, self._stored_sum)
+        return self._in_parts
+
+    def _fused_step(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> Tensor | None:
+        """Takes both passes as one call, where there is a single local bucket and its backend offers that.
+
+        Returns StepScalars as one tensor: taking it apart takes longer than a small step needs for its sums.
+        """
+        is_single_local_bucket = len(buckets) == 1 and ranks.is_local and self.total_numel is None
+        if not is_single_local_bucket:
+            return None
+        bucket, lagged = buckets[0], source is self._step_before
+        if lagged and not bucket.is_known_to_have_stepped():
+            if bucket.device.type != "cpu":
+                return None
+            lagged = False  # a first step is exact
+        elif not lagged and source is not self._pass_one:
+            return None
+        return bucket.backend.step(bucket, gate.on(bucket.device), lagged)
+
+    def _step_in_passes(self, buckets: list[Bucket], source: Source, gate: Gate, ranks: Collective) -> StepScalars:
+        sums = source.sums(buckets, gate, ranks)
+        grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
+        mean = sums.mean(grad_factor, self.total_numel)
+        skip = skip_on_all_ranks(gate, sums.grad_sq, ranks)
+        grad_sqs = [
+            bucket.backend.pass2(
+                bucket,
+                moved(mean, bucket.device),
+                on_device_of(bucket, grad_factor),
+                on_device_of(bucket, skip),
+                source is self._step_before,
+            )
+            for bucket in buckets
+        ]
+        source.leave(buckets, grad_sqs, gate, skip, ranks)
+        if sums.grad_sq is None:
+            return StepScalars(mean, self._step_before.grad_norm(grad_sqs, gate, ranks), skip)
+        return StepScalars(mean, gate.grad_norm(sums.grad_sq), skip)
+
+    def _record(self, scalars: StepScalars | Tensor, gate: Gate) -> None:
+        """Keeps what users log, and what the next step wants to know."""
+        self._last = scalars
+        if gate.may_skip and not self._in_parts.goes_on:
+            skip = scalars[2]
+            assert skip is not None, "whoever may skip says whether it did"
+            if self.skipped_steps.device != skip.device:
+                self.skipped_steps = (upload if self.skipped_steps.is_cpu else moved)(self.skipped_steps, skip.device)
+            self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
+        for bucket in self._buckets.current:
+            bucket.note_step(gate.may_skip)
+        if self._buckets.are_captured:
+            self._in_graphs += self._buckets.current
+        if self.options.decay == "scheduled":
+            if not self._in_parts.goes_on:
+                self._count_calibration_step()
+            self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
+
+    def _needs_one_pass(self) -> bool:
+        """Whether nothing of this step's gradients must be known before the update."""
+        if self.options.decay == "scheduled":
+            return self.schedule == "lagged"
+        return self.max_grad_norm is None and not self.options.skip_nonfinite
+
+    def _has_amsgrad(self) -> bool:
+        return any(group["amsgrad"] for group in self.param_groups)
+
+    def _stored_sum(self) -> tuple[Tensor, Tensor]:
+        """Returns the sum of v and the steps taken over all state, since wrappers show one group at a time."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        params = [
+            (param, group_of.get(param, {}))
+            for param, state in self.state.items()
+            if isinstance(param, Tensor) and "exp_avg_sq" in state
+        ]
+        states = [(self._ranks.sharding_of(param, group), self.state[param]) for param, group in params]
+        return stored_sum(states, self._ranks.collective_of(params))
