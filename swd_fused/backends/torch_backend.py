@@ -92,7 +92,7 @@ class TorchBackend:
 
     def _sum_again(self, bucket: Bucket) -> None:
         if bucket.has_all_grads:
-            bucket.sums = self.exp_avg_sq_sums(bucket.averaged)
+            bucket.sums = sums_of_elements(bucket.averaged)
             return
         written = [None if g is None else v for v, g in zip(bucket.averaged, bucket.grads, strict=True)]
         bucket.sums = torch.where(bucket.has_grad, sums_of_elements(written), bucket.sums)
