@@ -87,18 +87,11 @@ class Setting:
 
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 LAGGED: dict[str, Any] = {"schedule": "lagged"}
-EIGHT_BIT: dict[str, Any] = {"state_dtype": "8bit"}
 
 SETTINGS = [
     Setting("float32: AdamW fused", torch.float32, adamw),
     Setting("float32: FusedAdamS exact", torch.float32, adams()),
     Setting("float32: FusedAdamS lagged, gradients released", torch.float32, adams(release=True, **LAGGED)),
-    Setting("float32: FusedAdamS exact, 8-bit moments", torch.float32, adams(**EIGHT_BIT)),
-    Setting(
-        "float32: FusedAdamS lagged, 8-bit moments, gradients released",
-        torch.float32,
-        adams(release=True, **LAGGED, **EIGHT_BIT),
-    ),
     Setting("float32: torchao AdamW8bit", torch.float32, torchao()),
     Setting("bfloat16: AdamW fused, all in bfloat16", torch.bfloat16, adamw),
     Setting("bfloat16: FusedAdamS exact, master weights", torch.bfloat16, adams(master_weights=True)),
@@ -107,11 +100,6 @@ SETTINGS = [
         "bfloat16: FusedAdamS lagged, stochastic rounding, gradients released",
         torch.bfloat16,
         adams(release=True, **LAGGED, **ROUNDED),
-    ),
-    Setting(
-        "bfloat16: FusedAdamS lagged, stochastic rounding, 8-bit moments, gradients released",
-        torch.bfloat16,
-        adams(release=True, **LAGGED, **ROUNDED, **EIGHT_BIT),
     ),
     Setting("bfloat16: torchao AdamW8bit, stochastic rounding", torch.bfloat16, torchao(bf16_stochastic_round=True)),
     Setting("bfloat16: FlashAdamW, gradients released", torch.bfloat16, flashoptim),
