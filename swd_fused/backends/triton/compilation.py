@@ -59,7 +59,8 @@ def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
     """
     if kernel is kernels.exact_step_kernel and dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2:
         return 96
-    sums_grads_of_float32 = kernel is kernels.lagged_step_kernel and dtypes.weight == torch.float32
+    sums_grads = kernel in (kernels.lagged_step_kernel, kernels.update_kernel)
+    sums_grads_of_float32 = sums_grads and dtypes.weight == torch.float32
     return 168 if dtypes.compute == torch.float64 or variant.amsgrad or sums_grads_of_float32 else 128
 
 
