@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from swd_fused.buckets import Bucket, Buckets
     from swd_fused.optimizer import FusedAdamS
 
-# Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter. The
-# host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must not
-# be a thousand updates; and what is kept waiting is little beside the largest layer's gradient.
+# Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
+# The host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must
+# not be a thousand updates; and what is kept waiting is little beside the largest layer's gradient.
 GATHERED_BYTES = 4 << 20
 
 # A first step needs all gradients before the first update. It then makes the state of one part of the parameters at a
