@@ -111,7 +111,7 @@ class DecayWarning:
                     f"max_decay={max_decay:g} binds in parameter group {index}: {acts_like} and would remove "
                     f"{lr * scheduled:.3g} of each weight in one step. {self._advice}"
                 )
-            if is_early and scheduled > FAR_BEYOND_ADAMW:
+            if is_early and lr > 0 and scheduled > FAR_BEYOND_ADAMW:
                 return (
                     f"The weight decay of parameter group {index} is far beyond what is used with AdamW, 0.01 to 0.3: "
                     f"{acts_like}. {self._advice} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."

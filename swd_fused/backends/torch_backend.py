@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.backends.address_table import check_memory
+from swd_fused.backends.address_table import check_memory, fingerprint
 from swd_fused.backends.torch_sums import (
     SumsByTensor,
     TensorList,
@@ -29,9 +28,10 @@ from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
 from swd_fused.upload import is_fake
 
-# Those whose fused kernel has been read. torch has more of them, which nobody here could run.
+# Those that are tested ("cpu") or follow the same rules in torch's documentation ("cuda"). torch has more of them.
 FUSED_DEVICES = ("cpu", "cuda")
 FUSED_DTYPES = {torch.float32, torch.float64}
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 class TorchBackend:
@@ -44,9 +44,12 @@ class TorchBackend:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
     def prepare(self, bucket: Bucket) -> None:
-        bucket.check()
-        if not is_fake(bucket.params[0]):
-            check_memory(bucket)
+        if is_fake(bucket.params[0]):
+            bucket.check()
+            return
+        if bucket.plan is None:
+            bucket.plan = Plan(bucket)
+        bucket.plan.refresh(bucket)
 
     def pass1(self, bucket: Bucket) -> Tensor:
         grad_sums = sums_of_squares(bucket.grads)
@@ -77,7 +80,7 @@ class TorchBackend:
         if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
             return grad_sq
         decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
-        fused = indices_for_fused_kernel(bucket)
+        fused = [] if bucket.plan is None else bucket.plan.indices_for_fused_kernel(bucket)
         if len(fused) < len(bucket.present_grads):
             update_plainly(bucket, set(fused), decay_factors, grad_factor)
         if bucket.has_all_grads:
@@ -107,62 +110,84 @@ class TorchBackend:
 # --- The update by torch's own fused kernel: AdamS is AdamW with another weight decay in each step
 
 
-def indices_for_fused_kernel(bucket: Bucket) -> list[int]:
-    """Returns which tensors with a gradient torch's fused Adam kernel updates as the definition has it.
+class Plan:
+    """What is found out about a bucket's tensors, anew only when one has changed."""
 
-    It always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch 2.13).
-    """
-    device = bucket.device
-    if bucket.amsgrad or not all(row.corrects_bias for row in bucket.hyper.numbers) or device.type not in FUSED_DEVICES:
-        return []
-    present = [index for index, grad in enumerate(bucket.grads) if grad is not None]
-    lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
-    tensors = list(chain.from_iterable(lists))
-    dtypes = set(dtypes_of(tensors))
-    if device.type != "cpu" and torch.float64 in dtypes and any(row.lr < 0 for row in bucket.hyper.numbers):
-        return []  # on a device the kernel reads a learning rate that is a tensor in float32
-    if not set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}:  # fake ones for instance
-        return []
-    if len(dtypes) == 1 and dtypes <= FUSED_DTYPES and all(map(Tensor.is_contiguous, tensors)):
-        return present
-    return [index for index in present if fits_fused_kernel([column[index] for column in lists])]
+    def __init__(self, bucket: Bucket) -> None:
+        self.steps = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
+        self._seen: list[object] = []
+        self._fitting: list[int] = []  # indices of tensors that fit torch's fused kernel
+
+    def refresh(self, bucket: Bucket) -> None:
+        """Checks the tensors of a step."""
+        seen = fingerprint(bucket)
+        if seen.others == self._seen and 0 not in seen.grads:
+            return
+        check_memory(bucket)
+        lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
+        self._fitting = [index for index, tensors in enumerate(zip(*lists, strict=True)) if fits_fused_kernel(tensors)]
+        self._seen = seen.others
+
+    def indices_for_fused_kernel(self, bucket: Bucket) -> list[int]:
+        """Returns which tensors with a gradient torch's fused Adam kernel updates as the definition has it.
+
+        It always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch 2.13). On
+        a device it reads a learning rate that is a tensor in float32.
+        """
+        rows = bucket.hyper.numbers
+        is_plain = bucket.amsgrad or bucket.device.type not in FUSED_DEVICES
+        if is_plain or not set(map(type, bucket.present_grads)) <= PLAIN_TYPES:
+            return []
+        reads_lr = can_be_read(bucket.steps)
+        if bucket.has_all_grads and all(row.corrects_bias and (reads_lr or row.lr >= 0) for row in rows):
+            return self._fitting
+        return [
+            index
+            for index in self._fitting
+            if bucket.grads[index] is not None
+            and (row := rows[bucket.group_indices[index]]).corrects_bias
+            and (reads_lr or row.lr >= 0 or bucket.params[index].dtype == torch.float32)
+        ]
 
 
-def fits_fused_kernel(tensors: list[Tensor]) -> bool:
+def fits_fused_kernel(tensors: tuple[Tensor, ...]) -> bool:
     """Tells whether the kernel may update a parameter, given with its moments and gradient.
 
-    It walks memory without regard to strides, and rounds otherwise in 16 bits.
+    It walks memory without regard to strides, and rounds otherwise in 16 bits. A gradient in fewer bits is copied.
     """
-    dtypes = set(dtypes_of(tensors))
-    if len(dtypes) > 1 or not dtypes <= FUSED_DTYPES:
+    *written, grad = tensors
+    (dtype, *others) = set(dtypes_of(written))
+    if others or dtype not in FUSED_DTYPES or torch.promote_types(grad.dtype, dtype) != dtype:
+        return False
+    if not set(map(type, tensors)) <= PLAIN_TYPES:
         return False
     if all(map(Tensor.is_contiguous, tensors)):
         return True
-    return len(set(map(Tensor.stride, tensors))) == 1 and in_memory_order(tensors[0]).is_contiguous()
+    return len(set(map(Tensor.stride, tensors))) == 1 and in_memory_order(grad).is_contiguous()
 
 
 def update_by_fused_kernel(
     bucket: Bucket, indices: list[int], decay_factors: Tensor, grad_factor: Tensor | None
 ) -> None:
     """Updates these tensors, whose step counts are advanced already."""
-    if bucket.plan is None:
-        bucket.plan = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
     grads: list[Tensor] = bucket.grads  # type: ignore[assignment]
-    lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, grads, bucket.plan
-    by_kind: defaultdict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, grads, bucket.plan.steps
+    by_kind: defaultdict[tuple[int, torch.dtype, torch.dtype], list[int]] = defaultdict(list)
     for index in indices:
-        by_kind[bucket.group_indices[index], bucket.params[index].dtype].append(index)
-    for (group, dtype), members in by_kind.items():
+        by_kind[bucket.group_indices[index], bucket.params[index].dtype, grads[index].dtype].append(index)
+    for (group, dtype, grad_dtype), members in by_kind.items():
         *tensors, steps = ([column[index] for index in members] for column in lists)
         update = FusedUpdate.of_group(bucket.hyper, group, decay_factors[group])
         if update.decays_first:
             torch._foreach_mul_(tensors[0], [decay_factors[group]] * len(members))
-        if grad_factor is None:
+        if grad_factor is None and grad_dtype == dtype:
             update(tensors, steps)
         else:  # the kernel's own `grad_scale` would write to the gradients
             for batch in batches(*map(flat_if_cut, tensors)):
                 *written, pieces = batch.lists
-                copies = scaled(pieces, 1.0, grad_factor.to(dtype))
+                copies = [piece.to(dtype) for piece in pieces]
+                if grad_factor is not None:
+                    copies = scaled(copies, 1.0, grad_factor.to(dtype))
                 update([*written, copies], [steps[index] for index in batch.indices])
         # The kernel does not count its writes.
         torch.autograd.graph.increment_version([param for param in tensors[0] if not param.is_inference()])

@@ -79,10 +79,14 @@ class SumsByTensor:
         self._values.append(values)
 
     def total(self) -> Tensor:
-        total = torch.zeros(self._count, dtype=scalar_dtype(self.device), device=self.device)
-        if self._values:
+        dtype = scalar_dtype(self.device)
+        values = [value.to(dtype) for value in self._values]
+        if self._indices == list(range(self._count)) and values:
+            return torch.cat(values)
+        total = torch.zeros(self._count, dtype=dtype, device=self.device)
+        if values:
             indices = upload(torch.tensor(self._indices, device="cpu"), self.device)
-            total.index_add_(0, indices, torch.cat([values.to(total.dtype) for values in self._values]))
+            total.index_add_(0, indices, torch.cat(values))
         return total
 
 
@@ -108,13 +112,9 @@ def squared_norms(matrix: Tensor) -> Tensor:
 
 def squared_norms_in_own_dtype(matrix: Tensor) -> Tensor:
     rest = matrix.shape[1] % ROW
-    body, tail = matrix[:, : matrix.shape[1] - rest], matrix[:, matrix.shape[1] - rest :]
-    sums = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
-    if body.shape[1]:
-        sums += torch.linalg.vector_norm(body.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
-    if rest:
-        sums += torch.linalg.vector_norm(tail, dim=1).double().square_()
-    return sums
+    body, tail = (matrix, None) if not rest else (matrix[:, :-rest], matrix[:, -rest:])
+    sums: Tensor = torch.linalg.vector_norm(body.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
+    return sums if tail is None else sums + torch.linalg.vector_norm(tail, dim=1).double().square_()
 
 
 def widened(tensors: TensorList) -> list[Tensor]:
@@ -153,7 +153,7 @@ def matrices(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[int], Tens
 def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
     """Cuts a tensor in the order of its memory, if it is dense, so that no piece has to be copied."""
     limit = batch_limit(tensor)
-    ordered = in_memory_order(tensor)
+    ordered = tensor if tensor.is_contiguous() else in_memory_order(tensor)
     if ordered.is_contiguous():
         yield from torch.split(ordered.view(-1), limit)
     else:
