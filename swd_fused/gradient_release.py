@@ -20,7 +20,8 @@ from swd_fused.schedule import Gate, StepScalars, scalar_dtype
 from swd_fused.upload import moved
 
 if TYPE_CHECKING:
-    from swd_fused.buckets import Bucket, Buckets
+    from swd_fused.bucket import Bucket
+    from swd_fused.buckets import Buckets
     from swd_fused.optimizer import FusedAdamS
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.

@@ -15,7 +15,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from swd_fused import backends
-from swd_fused.buckets import Bucket, Buckets
+from swd_fused.bucket import Bucket
+from swd_fused.buckets import Buckets
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.ranks import Ranks

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.adamw_terms import InAdamWTerms
-from swd_fused.buckets import Bucket, Buckets
+from swd_fused.bucket import Bucket
+from swd_fused.buckets import Buckets
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.distributed.collective import Collective, Reduction
 from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.schedule import Gate, Sums, scalar_dtype

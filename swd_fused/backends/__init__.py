@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate
 
 

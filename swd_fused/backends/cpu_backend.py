@@ -11,7 +11,7 @@ from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
 from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate
 
 ops = torch.ops.swd_fused

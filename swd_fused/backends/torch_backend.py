@@ -23,7 +23,7 @@ from swd_fused.backends.torch_sums import (
     sums_of_squares,
     widened,
 )
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
 from swd_fused.upload import is_fake

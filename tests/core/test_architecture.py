@@ -26,8 +26,8 @@ LAYERS = [
     ["distributed.sharding", "schedule"],
     ["distributed.collective", "distributed.wrappers", "element_numbers", "state", "decay_warning"],
     ["distributed.ranks", "stochastic_rounding"],
-    ["buckets", "adamw_terms", "compiled_step"],
-    ["sums", "backends", "gradient_release"],
+    ["bucket", "adamw_terms", "compiled_step"],
+    ["buckets", "sums", "backends", "gradient_release"],
     ["step"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
@@ -38,7 +38,7 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # What backends may know of the rest: no parameter groups, no ranks, no optimizer.
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
-    *("swd_fused.buckets", "swd_fused.schedule", "swd_fused.upload", "swd_fused.options"),
+    *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.upload", "swd_fused.options"),
     *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused._C"),
 }
 

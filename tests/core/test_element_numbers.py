@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS, buckets
+from swd_fused import FusedAdamS, bucket
 from swd_fused.backends import torch_sums
 from swd_fused.element_numbers import ElementNumbers, element_numbers
 from tests.runs import run
@@ -89,14 +89,14 @@ PARTS = {
 def test_bits_of_a_part_are_those_of_the_whole(
     backend: str, layout: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "element_numbers", lambda param, sharding: PARTS[part])
+    monkeypatch.setattr(bucket, "element_numbers", lambda param, sharding: PARTS[part])
     np.testing.assert_array_equal(rounded_up(backend, layout), wanted(PARTS[part]))
 
 
 def test_parts_along_two_inner_dimensions(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels, which divide once, number these from their first element on."""
     numbers = ElementNumbers(9, (10_000, 500, 20, 1))
-    monkeypatch.setattr(buckets, "element_numbers", lambda param, sharding: numbers)
+    monkeypatch.setattr(bucket, "element_numbers", lambda param, sharding: numbers)
     followed = ElementNumbers(9, (140, 28, 7, 1)) if backend == "triton" else numbers
     assert numbers.rows(SHAPE) is None
     np.testing.assert_array_equal(rounded_up(backend, "contiguous"), wanted(followed))

@@ -10,7 +10,7 @@ from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TENSOR
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate, bias_corrections
 
 # Passes that are launched by themselves share one grid, that of the longest, since they share their sums.

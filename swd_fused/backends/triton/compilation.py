@@ -11,7 +11,7 @@ from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
 from swd_fused.backends.triton.parts import Dtypes
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 
 
 class Variant(NamedTuple):

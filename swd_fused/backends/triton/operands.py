@@ -18,7 +18,7 @@ from swd_fused.backends.triton.kernels.tables import (
     TENSOR_ID,
 )
 from swd_fused.backends.triton.parts import ALIGNMENT
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.upload import upload
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read

@@ -16,7 +16,7 @@ from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
 from swd_fused.backends.triton.launch import Launcher
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
-from swd_fused.buckets import Bucket
+from swd_fused.bucket import Bucket
 from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.upload import upload
 
