@@ -208,7 +208,7 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(
         (bucket,) = optimizer._buckets.current
         parts = bucket.plan._with_sums
         emitted = [part.sums.clone() for part in parts]
-        bucket.begin([param.grad for param in params], optimizer.param_groups)
+        bucket.begin([param.grad for param in params], optimizer._buckets.rows, optimizer.param_groups)
         (kernel,) = (kernel for kernel, known in bucket.plan._parts.items() if known is parts)
         bucket.plan._parts.clear()
         rebuilt = bucket.plan.parts_for(kernel, bucket)

@@ -135,6 +135,7 @@ def fused(weight_decay: float, backend: str, eps: float) -> Tensor:
 WEIGHT_DECAY = 1e-2  # removes 1e-3 * 1e-2 / 1e-3 = 1% of a weight in each step
 
 
+@pytest.mark.filterwarnings("ignore:The weight decay of parameter group")  # it acts like 10 here
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_authors_loop_equals_fused_adams_without_eps(kernels: str) -> None:
     """With eps = 0 the two definitions are one, so only rounding is left."""
@@ -144,6 +145,7 @@ def test_authors_loop_equals_fused_adams_without_eps(kernels: str) -> None:
     assert (loop - slightly_wrong).abs().max() > 1e-8
 
 
+@pytest.mark.filterwarnings("ignore:The weight decay of parameter group")
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_authors_loop_differs_from_fused_adams_by_eps_in_the_schedule(kernels: str) -> None:
     """1e-8 beside an rms of 1e-3 weakens a decay of 1% by 1e-5 of itself: 1e-7 of a weight in each step."""

@@ -136,9 +136,24 @@ def test_asking_for_kernels_that_are_not_built_says_so(monkeypatch: pytest.Monke
     from swd_fused import FusedAdamS, backends
 
     monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
-    backends.choose.cache_clear()
+    backends._chosen.cache_clear()
     try:
         with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install --no-build-isolation"):
             FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="cpu")
     finally:
-        backends.choose.cache_clear()
+        backends._chosen.cache_clear()
+
+
+def test_running_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from swd_fused import FusedAdamS, backends
+
+    monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
+    backends._chosen.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"plain PyTorch backend.*not built \(a reason\).*pip install") as caught:
+            _ = [FusedAdamS([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
+        assert len(caught) == 1
+    finally:
+        backends._chosen.cache_clear()
