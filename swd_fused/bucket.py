@@ -17,7 +17,7 @@ from swd_fused.element_numbers import element_numbers
 from swd_fused.options import Options, check_grads
 from swd_fused.schedule import Hyper, HyperRow, bias_corrections, scalar_dtype
 from swd_fused.state import check_state
-from swd_fused.upload import HostCopy, can_be_read_later, is_fake, upload
+from swd_fused.transfer import HostCopy, can_be_read_later, from_host, is_fake
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -73,12 +73,12 @@ class Bucket:
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq", entries) if amsgrad else []
         self.masters = self._moments("master_param", entries) if has_masters else []
         self.device = self.params[0].device
-        self.groups = upload(torch.tensor(self.group_indices, device="cpu"), self.device)
-        self.tensor_ids = upload(torch.tensor(self.numbers, device="cpu"), self.device)
+        self.groups = from_host(torch.tensor(self.group_indices, device="cpu"), self.device)
+        self.tensor_ids = from_host(torch.tensor(self.numbers, device="cpu"), self.device)
         is_rounded_at_random = options.rounding_seed is not None
         self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if is_rounded_at_random]
         self._numels = [param.numel() for param in self.params]
-        self.numels = upload(torch.tensor(self._numels, device="cpu"), self.device)
+        self.numels = from_host(torch.tensor(self._numels, device="cpu"), self.device)
         steps = [entry.staged["step"].to(self.device, torch.float32) for entry in entries]
         self.steps = torch.stack(steps)
         self._elements_of_steps = list(self.steps.unbind())
@@ -282,7 +282,7 @@ class Bucket:
         if present == self._present:
             return
         self._present = present
-        self.has_grad = upload(torch.tensor(present, device="cpu"), self.device)
+        self.has_grad = from_host(torch.tensor(present, device="cpu"), self.device)
         self.numel = sum(numel for numel, is_present in zip(self._numels, present, strict=True) if is_present)
         self.count = torch.full((), self.numel, dtype=scalar_dtype(self.device), device=self.device)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from swd_fused.schedule import HyperRow
-from swd_fused.upload import HostCopy, can_be_read_later, is_fake
+from swd_fused.transfer import HostCopy, can_be_read_later, is_fake
 
 # What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 0.03 to 0.07 in the first epoch
 # of its models (benchmarks/results/paper), AdamW's 0.1 out of habit like 161 in a small language model.

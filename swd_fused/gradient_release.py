@@ -17,7 +17,7 @@ from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.distributed.wrappers import refuse_late_reduction
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars, scalar_dtype
-from swd_fused.upload import moved
+from swd_fused.transfer import to_device
 
 if TYPE_CHECKING:
     from swd_fused.bucket import Bucket
@@ -168,8 +168,8 @@ class GradientRelease:
                 step.mean = sums.mean(None, optimizer.total_numel)
             for bucket in buckets:
                 if bucket.present_grads:
-                    mean = moved(step.mean, bucket.device)
-                    grad_sq = moved(bucket.backend.pass2(bucket, mean, None, None, True), ranks.device)
+                    mean = to_device(step.mean, bucket.device)
+                    grad_sq = to_device(bucket.backend.pass2(bucket, mean, None, None, True), ranks.device)
                     step.grad_sqs[bucket.sharding] = step.grad_sqs.get(bucket.sharding, 0) + grad_sq
                     bucket.note_step(may_have_been_skipped=False)
         finally:

@@ -54,7 +54,7 @@ from swd_fused.state import (
 )
 from swd_fused.step import TakesSteps
 from swd_fused.sums import FromCallerInParts, PassOne, StepBefore
-from swd_fused.upload import is_fake
+from swd_fused.transfer import is_fake
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.options import Decay, check_group
-from swd_fused.upload import moved, upload
+from swd_fused.transfer import from_host, to_device
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -68,7 +68,7 @@ class Gate(NamedTuple):
         if self.grad_scale is None and self.found_inf is None:
             return self
         scale, found = (
-            None if value is None else moved(value.detach(), device, torch.float32)
+            None if value is None else to_device(value.detach(), device, torch.float32)
             for value in (self.grad_scale, self.found_inf)
         )
         return self._replace(grad_scale=scale, found_inf=found)
@@ -108,7 +108,7 @@ class Gate(NamedTuple):
 
 
 def _scalar_on(value: Tensor, device: torch.device) -> Tensor:
-    return moved(value.detach().reshape(()), device, scalar_dtype(device))
+    return to_device(value.detach().reshape(()), device, scalar_dtype(device))
 
 
 class HyperRow(NamedTuple):
@@ -131,7 +131,7 @@ class Hyper:
 
     def __init__(self, rows: list[HyperRow], device: torch.device) -> None:
         self.numbers = rows
-        self.table = upload(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
+        self.table = from_host(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
 
     def column(self, name: str) -> Tensor:
         return self.table[:, HyperRow._fields.index(name)]

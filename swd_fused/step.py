@@ -27,7 +27,7 @@ from swd_fused.sums import (
     skip_on_all_ranks,
     stored_sum,
 )
-from swd_fused.upload import moved, upload
+from swd_fused.transfer import from_host, to_device
 
 
 class TakesSteps(InAdamWTerms):
@@ -145,7 +145,7 @@ class TakesSteps(InAdamWTerms):
         grad_sqs = [
             bucket.backend.pass2(
                 bucket,
-                moved(mean, bucket.device),
+                to_device(mean, bucket.device),
                 on_device_of(bucket, grad_factor),
                 on_device_of(bucket, skip),
                 source is self._step_before,
@@ -164,7 +164,9 @@ class TakesSteps(InAdamWTerms):
             skip = scalars[2]
             assert skip is not None, "whoever may skip says whether it did"
             if self.skipped_steps.device != skip.device:
-                self.skipped_steps = (upload if self.skipped_steps.is_cpu else moved)(self.skipped_steps, skip.device)
+                self.skipped_steps = (from_host if self.skipped_steps.is_cpu else to_device)(
+                    self.skipped_steps, skip.device
+                )
             self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)

@@ -14,7 +14,7 @@ from swd_fused.bucket import Bucket
 from swd_fused.distributed.collective import Collective, Reduction
 from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor, local_tensor
 from swd_fused.schedule import Gate, Sums, scalar_dtype
-from swd_fused.upload import is_fake, moved
+from swd_fused.transfer import is_fake, to_device
 
 
 class Source(Protocol):
@@ -132,7 +132,7 @@ class StepBefore:
         """Returns the norm, where pass 2 was the first to read gradients: on several ranks that of the step before."""
         if not ranks.is_local:
             return self._last_grad_sq.sqrt()
-        return gate.grad_norm(torch.stack([moved(grad_sq, ranks.device) for grad_sq in grad_sqs]).sum())
+        return gate.grad_norm(torch.stack([to_device(grad_sq, ranks.device) for grad_sq in grad_sqs]).sum())
 
     def leave(
         self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
@@ -276,7 +276,7 @@ def checked_grad_sq(
             grad_sumsq = full_tensor(grad_sumsq)
         if grad_sumsq.numel() != 1:
             raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
-        value = moved(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
+        value = to_device(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
     elif isinstance(grad_sumsq, Real) and not grad_sumsq < 0:
         value = torch.full((), float(grad_sumsq), dtype=scalar_dtype(device), device=device)
     else:
@@ -315,4 +315,4 @@ def skip_on_all_ranks(gate: Gate, grad_sq: Tensor | None, ranks: Collective) -> 
 
 
 def on_device_of(bucket: Bucket, value: Tensor | None) -> Tensor | None:
-    return None if value is None else moved(value, bucket.device)
+    return None if value is None else to_device(value, bucket.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.schedule import scalar_dtype
-from swd_fused.upload import upload
+from swd_fused.transfer import from_host
 
 # Elements that are processed at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost
 # more than the whole update; smaller batches, that fit the cache better, lost more to the operators' own overhead
@@ -85,7 +85,7 @@ class SumsByTensor:
             return torch.cat(values)
         total = torch.zeros(self._count, dtype=dtype, device=self.device)
         if values:
-            indices = upload(torch.tensor(self._indices, device="cpu"), self.device)
+            indices = from_host(torch.tensor(self._indices, device="cpu"), self.device)
             total.index_add_(0, indices, torch.cat(values))
         return total
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding
 from swd_fused.schedule import scalar_dtype
-from swd_fused.upload import moved
+from swd_fused.transfer import to_device
 
 
 class Collective:
@@ -39,7 +39,7 @@ class Collective:
         """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
         parts: dict[Sharding, list[Tensor]] = {sharding: [] for sharding in self._shardings}
         for sharding, row in rows:
-            parts[sharding].append(moved(row, self.device))
+            parts[sharding].append(to_device(row, self.device))
         zero = torch.zeros(width, dtype=scalar_dtype(self.device), device=self.device)
         return Reduction({sharding: added(rows, zero) for sharding, rows in parts.items()}, self._groups, zero)
 

@@ -15,7 +15,7 @@ from swd_fused import FusedAdamS
 from swd_fused.backends.triton import operands as triton_operands
 from swd_fused.backends.triton.kernels.tables import ALIGNED, GROUP
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
-from swd_fused.upload import upload
+from swd_fused.transfer import from_host
 from tests.backends.triton_launches import launches
 from tests.runs import random_grads, random_params, run
 
@@ -98,9 +98,9 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(values: Tensor, device: torch.device) -> Tensor:
         seen.append(values)
-        return upload(values, device)
+        return from_host(values, device)
 
-    monkeypatch.setattr(triton_operands, "upload", noted)
+    monkeypatch.setattr(triton_operands, "from_host", noted)
     return seen
 
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "swd_fused"
 LAYERS = [
     ["version"],
     ["captures"],
-    ["upload"],
+    ["transfer"],
     ["options", "param_groups"],
     ["distributed.sharding", "schedule"],
     ["distributed.collective", "distributed.wrappers", "element_numbers", "state", "decay_warning"],
@@ -38,7 +38,7 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # What backends may know of the rest: no parameter groups, no ranks, no optimizer.
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
-    *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.upload", "swd_fused.options"),
+    *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.transfer", "swd_fused.options"),
     *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused._C"),
 }
 

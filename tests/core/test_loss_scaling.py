@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.upload import moved
+from swd_fused.transfer import moved
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
 

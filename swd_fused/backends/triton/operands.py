@@ -19,7 +19,7 @@ from swd_fused.backends.triton.kernels.tables import (
 )
 from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.bucket import Bucket
-from swd_fused.upload import upload
+from swd_fused.transfer import from_host
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
 
@@ -102,7 +102,7 @@ class Operands:
                 grads[tensor] = copy.data_ptr()
         self._host_table[:, GRADS] = grads
         self._host_table[:, ALIGNED.value] = self._others_are_aligned & (grads % ALIGNMENT == 0)
-        self.table = upload(self._host_table, bucket.device)
+        self.table = from_host(self._host_table, bucket.device)
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
-from swd_fused.upload import upload
+from swd_fused.transfer import from_host
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
 # segment, 37 KB, is 0.4% of what they update in one of this length.
@@ -97,8 +97,8 @@ class Part:
         segments, program_segments = segments_of(numels, self.programs)
         self.n_segments = len(segments)
         rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
-        self.segments = upload(rows, device)
-        self.program_segments = upload(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
+        self.segments = from_host(rows, device)
+        self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
         # -1 is no step count: nothing is known yet.
         self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)

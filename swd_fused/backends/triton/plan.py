@@ -18,7 +18,7 @@ from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
 from swd_fused.bucket import Bucket
 from swd_fused.stochastic_rounding import rounding_start
-from swd_fused.upload import upload
+from swd_fused.transfer import from_host
 
 
 class Plan:
@@ -113,7 +113,7 @@ class Plan:
                 0 if options.rounding_seed is None else rounding_start(options.rounding_seed),
             ]
             limits = torch.tensor(values, dtype=torch.float64, device="cpu")
-            self._limits[key] = upload(limits, bucket.device)
+            self._limits[key] = from_host(limits, bucket.device)
         return self._limits[key]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from swd_fused import captures
 
 
-def upload(values: Tensor, device: torch.device) -> Tensor:
+def from_host(values: Tensor, device: torch.device) -> Tensor:
     """Copies host values to a device by way of pinned memory, which torch keeps until the copy is done.
 
     From other memory CUDA may wait.
@@ -21,7 +21,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def moved(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a value on this device. A copy to the CPU is waited for: else it would be read before it is there."""
     return value.to(device, dtype, non_blocking=device.type != "cpu")
 
