@@ -62,4 +62,8 @@ SUITES = {
     "resnet50": Suite(tuple(resnet50_shapes()), repeats=41),
     "one-1M": Suite(((2**20,),), repeats=401),
     "1000x500": Suite(((500,),) * 1000, repeats=101),
+    # Small models, whose steps are mostly the host's work.
+    "one-100k": Suite(((100_000,),), repeats=1001),
+    "11x8192": Suite(((8192,),) * 11, repeats=1001),
+    "one-10": Suite(((10,),), repeats=1001),
 }

@@ -18,7 +18,7 @@ class Steppable(Protocol):
     def numbered_params(self) -> list[Tensor]: ...
 
     def step_with(self, grads: dict[int, Tensor]) -> None:
-        """With these gradients, by the parameters' numbers."""
+        """Takes a step with these gradients, by the parameters' numbers."""
 
 
 _OPTIMIZERS: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
@@ -26,7 +26,7 @@ _HANDLES = count()
 
 
 def new_handle(optimizer: Steppable) -> int:
-    """What a graph, which cannot hold an optimizer, knows it by."""
+    """Registers an optimizer, and returns the number by which a graph, which cannot hold it, finds it."""
     handle = next(_HANDLES)
     _OPTIMIZERS[handle] = optimizer
     return handle

@@ -38,7 +38,7 @@ NO_GATE = Gate()
 
 
 class ReleasedStep:
-    """What was done since the last `optimizer.step()`."""
+    """Holds what was done since the last `optimizer.step()`."""
 
     def __init__(self, buckets: Buckets, keeps_gradients: bool) -> None:
         self.buckets = buckets  # load_state_dict makes new ones, and with them a new step
@@ -251,7 +251,7 @@ def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:
 
 
 class ReleaseHook:
-    """What autograd calls for a parameter. Does not keep the optimizer alive, which parameters may outlive."""
+    """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
 
     def __init__(self, release: GradientRelease, param: Tensor, size: int) -> None:
         hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
@@ -308,7 +308,7 @@ def check_can_release(needs_one_pass: bool, max_grad_norm: float | None, options
 
 
 def check_step_of_released(has_closure: bool, gives_sum: bool, is_scaled: bool) -> None:
-    """What `step` cannot be told after gradients were released."""
+    """Refuses what `step` cannot be told after gradients were released."""
     if has_closure:
         raise RuntimeError(
             "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "

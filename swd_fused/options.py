@@ -1,4 +1,4 @@
-"""What users ask for, and every check of it. Each message says what was got, what was wanted and what to do."""
+"""Options of users, and every check of them. Each message says what was got, what was wanted and what to do."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """What a step has found out: zero-dimensional tensors."""
+    """Holds the results of a step as zero-dimensional tensors."""
 
     exp_avg_sq_mean: Tensor
     grad_norm: Tensor  # before clipping
@@ -112,7 +112,7 @@ def _scalar_on(value: Tensor, device: torch.device) -> Tensor:
 
 
 class HyperRow(NamedTuple):
-    """What holds for a parameter group. Of the three kinds of decay two are zero."""
+    """Holds the hyper-parameters of a parameter group. Of the three kinds of decay two are zero."""
 
     lr: float  # -1 stands for a tensor, which is not read here
     beta1: float
@@ -137,7 +137,7 @@ class Hyper:
         return self.table[:, HyperRow._fields.index(name)]
 
     def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """What is a tensor is read in each step anew, on the device: schedulers change it in place."""
+        """Copies learning rates that are tensors, on the device, in each step: schedulers change them in place."""
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
                 if group["lr"].is_cpu and captures.is_capturing(self.table.device):
@@ -203,7 +203,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """By tensor, at these step counts."""
+    """Returns both bias corrections of each tensor at these step counts."""
     steps = steps.to(hyper.table.dtype)
     corrects_bias = hyper.column("corrects_bias")[groups]
     beta1, beta2 = hyper.column("beta1")[groups], hyper.column("beta2")[groups]
@@ -211,7 +211,7 @@ def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tenso
 
 
 def clip_factor(grad_norm: Tensor, max_grad_norm: float) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_` has it, its 1e-6 included."""
+    """Returns the factor that clips gradients, as `torch.nn.utils.clip_grad_norm_` has it, its 1e-6 included."""
     return (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
@@ -225,13 +225,13 @@ def scheduled_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
 
 
 def effective_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
-    """The same within `max_decay`, the share of a weight that a step may remove; or AdamW's own."""
+    """Returns AdamW's weight decay that would shrink as much, within `max_decay`, by group."""
     scheduled = scheduled_weight_decay(exp_avg_sq_mean, hyper)
     return torch.minimum(scheduled, hyper.column("max_decay") / hyper.column("lr")) + hyper.column("decoupled_decay")
 
 
 def decay_factor(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
-    """What weights are multiplied by, as AdamW would with the effective weight decay.
+    """Returns the factor that weights are multiplied by, as AdamW would with the effective weight decay.
 
     Computed by itself: with `lr=0` the effective weight decay may be infinite, and times 0 that is NaN.
     """

@@ -24,7 +24,7 @@ TOLERANCE = 2e-6
 
 @dataclass
 class Result:
-    """What became of one backend on one device."""
+    """Holds the outcome of one backend's self-test on one device."""
 
     backend: BackendName
     device: str

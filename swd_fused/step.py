@@ -56,11 +56,11 @@ class TakesSteps(InAdamWTerms):
         return self._last[1]
 
     def numbered_params(self) -> list[Tensor]:
-        """All parameters, in the order of their groups."""
+        """Returns all parameters, in the order of their groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def collective(self, check: bool = True) -> Collective:
-        """All-reduces over the ranks that share this optimizer's parameters."""
+        """Returns the all-reduces over the ranks that share this optimizer's parameters."""
         return self._ranks.collective(self.param_groups, check)
 
     def _take_step(self, grads: list[Tensor | None], grad_sumsq: float | Tensor | None, numel: int | None) -> None:
@@ -178,7 +178,7 @@ class TakesSteps(InAdamWTerms):
             self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
 
     def _needs_one_pass(self) -> bool:
-        """Whether nothing of this step's gradients must be known before the update."""
+        """Tells whether nothing of this step's gradients must be known before the update."""
         if self.options.decay == "scheduled":
             return self.schedule == "lagged"
         return self.max_grad_norm is None and not self.options.skip_nonfinite

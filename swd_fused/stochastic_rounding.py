@@ -28,7 +28,7 @@ def rounding_start(seed: int) -> int:
 
 
 def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:
-    """For each tensor in this step, on the device."""
+    """Returns the key of each tensor in this step, on the device."""
     keys = scrambled((tensor_ids + rounding_start(seed)) & LOW_32_BITS)
     return scrambled((keys + steps.to(torch.int64)) & LOW_32_BITS)
 

@@ -18,7 +18,7 @@ from swd_fused.transfer import is_fake, to_device
 
 
 class Source(Protocol):
-    """All ranks must use the same source in a step, whatever gradients and state each of them has."""
+    """Gives the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
 
     def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
         """Returns the sums over all ranks. Writes to nothing that is the user's."""
@@ -73,7 +73,7 @@ def _pass1(bucket: Bucket) -> Tensor:
 
 
 class Left(NamedTuple):
-    """What the step before has left, over all ranks."""
+    """Holds what the step before has left, over all ranks."""
 
     row: Tensor  # the sum of v^, its number of elements, the sum of squared gradients
     by_a_step: bool | None  # False: no step was taken yet. None: only the device knows

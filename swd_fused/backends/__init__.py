@@ -1,4 +1,4 @@
-"""Who computes: one backend for each device, chosen by name or by what is there."""
+"""The protocol of a backend, and the choice of one for each device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend
 
 @cache
 def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str | None]:
-    """With a description where it is not the backend's own."""
+    """Returns the backend, and a description where it is not the backend's own."""
     if name == "torch":
         return TORCH, None
     if name == "auto" and device.type not in BEST:
@@ -122,7 +122,7 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
 
 
 def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:
-    """A fused backend, or why it cannot serve."""
+    """Returns a fused backend, or why it cannot serve."""
     if dtype not in FUSED_DTYPES:
         return f"no fused kernels for {dtype}"
     if name == "cpu":

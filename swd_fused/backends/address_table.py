@@ -21,7 +21,7 @@ NO_GRAD = -1
 
 
 class Fingerprint(NamedTuple):
-    """All that kernels depend on; and by itself what mostly changes, the gradients' addresses."""
+    """Holds all that kernels depend on, and apart from it the gradients' addresses, which change most often."""
 
     others: list[object]
     grads: list[int]

@@ -125,7 +125,7 @@ def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
 
 
 def _fake_layouts(*args: Any) -> Tensor:
-    """As long as csrc/operands.cpp makes them."""
+    """Returns layouts of the length that csrc/cpu/operands.cpp gives them."""
     *lists, numbers = args
     if numbers is not None:  # which are laid out as a tensor is
         lists.append(lists[0])

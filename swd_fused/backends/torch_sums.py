@@ -118,7 +118,7 @@ def squared_norms_in_own_dtype(matrix: Tensor) -> Tensor:
 
 
 def widened(tensors: TensorList) -> list[Tensor]:
-    """What is narrower than 32 bits, in 32."""
+    """Returns the tensors in at least 32 bits."""
     if all(dtype.itemsize >= torch.float32.itemsize for dtype in set(dtypes_of(tensors))):
         return list(tensors)
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

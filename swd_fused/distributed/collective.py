@@ -47,7 +47,7 @@ class Collective:
         return self.start(rows, width).finish()
 
     def largest(self, value: Tensor) -> Tensor:
-        """Of all ranks' values. Where shardings differ, what one group has found goes on to the next."""
+        """Returns the largest of all ranks' values. Where shardings differ, one group's result goes on to the next."""
         for group in self._groups:
             there = value.to(device_for(group, value), copy=True)
             dist.all_reduce(there, dist.ReduceOp.MAX, group)

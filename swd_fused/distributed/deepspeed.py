@@ -14,7 +14,10 @@ from swd_fused.optimizer import FusedAdamS
 
 
 def follow(engine: Any) -> None:
-    """To be called once, after `deepspeed.initialize`. Clipping is the engine's: `gradient_clipping` in its config."""
+    """Makes FusedAdamS take the gradients' norm from a DeepSpeed engine. Call it once, after `deepspeed.initialize`.
+
+    Clipping is the engine's: `gradient_clipping` in its config.
+    """
     zero = engine.optimizer
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, FusedAdamS) or not hasattr(zero, "_global_grad_norm"):

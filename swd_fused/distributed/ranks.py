@@ -35,7 +35,7 @@ class Ranks:
         return sharding_of(param, self._over(group)) if known is None else known
 
     def collective(self, groups: Sequence[Group], check: bool) -> Collective:
-        """Of all parameters, not only of those that have a gradient here and now: all ranks must come to the same.
+        """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same.
 
         `check` is for steps that depend on it, so that shards which do not look like any must be noticed.
         """

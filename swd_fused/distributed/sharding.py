@@ -20,7 +20,7 @@ class ShardedOver:
 
     @staticmethod
     def checked(group: object) -> ShardedOver | None:
-        """What a user passed as a process group. It may have been here before."""
+        """Wraps what a user passed as a process group, unless it is wrapped already."""
         if group is None or isinstance(group, ShardedOver):
             return group
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
@@ -116,7 +116,7 @@ def local_grad(param: Any, grad: Any) -> Tensor:
 
 
 def sharded_like(param: Any, local: Tensor) -> Tensor:
-    """What belongs to `local_tensor(param)`, as a shard of what belongs to `param`."""
+    """Returns a local tensor as a shard, placed as the parameter is."""
     if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor

@@ -30,7 +30,7 @@ FRAMES = 20
 
 
 def refuse_unknown_shards(params: Iterable[Tensor]) -> None:
-    """To be called below `step` for plain tensors of which nothing is known, so only where `params` changed."""
+    """Raises if plain tensors are shards by their marks or by who calls `step`. Slow: call it when `params` changed."""
     if not is_distributed() or dist.get_world_size() == 1:
         return
     found = _mark(params) or _caller()

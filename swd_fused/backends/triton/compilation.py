@@ -15,7 +15,7 @@ from swd_fused.bucket import Bucket
 
 
 class Variant(NamedTuple):
-    """What kernels are compiled for besides dtypes."""
+    """Names what kernels are compiled for besides dtypes."""
 
     amsgrad: bool
     master: bool

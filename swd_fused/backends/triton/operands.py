@@ -39,7 +39,7 @@ class Operands:
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
 
     def refresh(self, bucket: Bucket) -> bool:
-        """Before each step. Whether there are other dtypes than those that were seen last."""
+        """Describes the tensors of a step. Returns whether their dtypes differ from those that were seen last."""
         columns = columns_of(bucket)
         seen, before = fingerprint(bucket), self._dtypes
         if self._seen != seen:
@@ -55,7 +55,7 @@ class Operands:
         return before != self._dtypes
 
     def write_back(self, bucket: Bucket) -> None:
-        """After an update, what it wrote to copies."""
+        """Writes to the tensors what an update wrote to their copies."""
         columns = columns_of(bucket)
         written = [(columns[column][tensor], copy) for column, tensor, copy in self._copies if column != GRADS]
         for tensor, copy in written:
@@ -64,7 +64,7 @@ class Operands:
             bucket.note_versions()
 
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
-        """All but the addresses of the gradients."""
+        """Makes the table, all but the addresses of the gradients."""
         layouts = [
             torch.empty_like(averaged, device="meta", memory_format=_walked_order(bucket, param))
             for averaged, param in zip(bucket.averaged, bucket.params, strict=True)
@@ -106,7 +106,7 @@ class Operands:
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
-    """As the kernels' table has them. The last two may be empty."""
+    """Returns lists of tensors in the order of the table's columns. The last two may be empty."""
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
     return [bucket.params, bucket.grads_or_params, *moments, bucket.masters]
 

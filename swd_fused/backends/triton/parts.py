@@ -1,4 +1,4 @@
-"""What one launch serves, and which of its programs walks which segments."""
+"""The tensors that one launch serves, cut into segments, and which program walks which of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Dtypes(NamedTuple):
         return ALIGNMENT // max(dtype.itemsize for dtype in self)
 
     def constants(self) -> dict[str, Any]:
-        """By the kernels' names for them."""
+        """Returns the compile-time constants by the kernels' names for them."""
         dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
         block = LOADS_IN_FLIGHT * THREADS * self.vector
         return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}

@@ -1,4 +1,4 @@
-"""What the Triton backend keeps of a bucket from step to step."""
+"""The Triton backend's plan of a bucket, kept from step to step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Plan:
         return len(self._numels)
 
     def begin(self, bucket: Bucket) -> None:
-        """Before the first pass of a step."""
+        """Describes the tensors of a step. Call it before the first pass."""
         if self._operands.refresh(bucket) or not self._numels:
             self._numels, self._parts = _numels_by_dtypes(bucket), {}
             self._forget_sums()
@@ -60,7 +60,7 @@ class Plan:
             self._forget_sums()
 
     def end(self, bucket: Bucket) -> None:
-        """After an update."""
+        """Writes copies back and counts the writes, after an update."""
         self._operands.write_back(bucket)
         bucket.count_writes()
 
