@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.transfer import moved
+from swd_fused.transfer import to_device
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
 
@@ -205,7 +205,7 @@ def test_what_goes_to_the_cpu_is_waited_for() -> None:
             return super().__torch_function__(function, types, args, kwargs or {})
 
     for device in ("cpu", "meta"):
-        moved(torch.ones(()).as_subclass(Elsewhere), torch.device(device), torch.float64)
+        to_device(torch.ones(()).as_subclass(Elsewhere), torch.device(device), torch.float64)
     assert waits == {"cpu": True, "meta": False}
 
 
