@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
+from swd_fused.eight_bit import CODES, SCALES, block_numbers
 from swd_fused.element_numbers import element_numbers
 from swd_fused.options import Options, check_grads
 from swd_fused.schedule import Hyper, HyperRow, bias_corrections, scalar_dtype
@@ -37,6 +38,9 @@ class Entry(NamedTuple):
 
 class Bucket:
     """Tensors of one device, backend and sharding, as parallel lists. `max_exp_avg_sqs` and `masters` may be empty.
+
+    Where a parameter is in `coded`, its places in `exp_avgs` and `exp_avg_sqs` hold 8-bit codes, whose scales are in
+    `exp_avg_scales` and `exp_avg_sq_scales`; these hold empty tensors for the others, and are empty if there are none.
 
     It holds all parameters that have state. Those without a gradient take no part in a step: their place in `grads` is
     None. Complex tensors are here as views of real pairs, DTensors as their local part.
@@ -68,15 +72,20 @@ class Bucket:
         self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
         self._local_params = [local_tensor(param) for param in self._whole_params]
         self.params = [_as_real(param) for param in self._local_params]
-        self._whole_moments: dict[str, list[Tensor]] = {}
+        self._held: dict[str, Held] = {}
+        self.coded = [index for index, entry in enumerate(entries) if CODES["exp_avg_sq"] in entry.staged]
         self.exp_avgs, self.exp_avg_sqs = self._moments("exp_avg", entries), self._moments("exp_avg_sq", entries)
+        self.exp_avg_scales, self.exp_avg_sq_scales = (
+            self._scales("exp_avg", entries),
+            self._scales("exp_avg_sq", entries),
+        )
         self.max_exp_avg_sqs = self._moments("max_exp_avg_sq", entries) if amsgrad else []
         self.masters = self._moments("master_param", entries) if has_masters else []
         self.device = self.params[0].device
         self.groups = from_host(torch.tensor(self.group_indices, device="cpu"), self.device)
         self.tensor_ids = from_host(torch.tensor(self.numbers, device="cpu"), self.device)
-        is_rounded_at_random = options.rounding_seed is not None
-        self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if is_rounded_at_random]
+        self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if options.stochastic_rounding]
+        self.block_numbers = {index: block_numbers(self._whole_params[index], sharding) for index in self.coded}
         self._numels = [param.numel() for param in self.params]
         self.numels = from_host(torch.tensor(self._numels, device="cpu"), self.device)
         steps = [entry.staged["step"].to(self.device, torch.float32) for entry in entries]
@@ -105,14 +114,20 @@ class Bucket:
 
     @property
     def averaged(self) -> list[Tensor]:
-        """The second moments whose mean is the schedule."""
+        """The second moments whose mean is the schedule, or their codes."""
         return self.max_exp_avg_sqs if self.amsgrad else self.exp_avg_sqs
+
+    @property
+    def state_tensors(self) -> tuple[list[Tensor], ...]:
+        """All that the state holds but steps, as lists of which some may be empty."""
+        moments = self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs
+        return *moments, self.masters, self.exp_avg_scales, self.exp_avg_sq_scales
 
     @property
     def sums(self) -> Tensor:
         """The sums of `averaged` by tensor, rebuilt from storage where they are not known."""
         if self._sums is None:
-            self._sums = self.backend.exp_avg_sq_sums(self.averaged)
+            self._sums = self.backend.exp_avg_sq_sums(self)
         return self._sums
 
     @sums.setter
@@ -174,11 +189,11 @@ class Bucket:
         """Whether the state still holds these very tensors and nobody else has written to the second moments. A model
         that was converted, by `model.double()` for instance, has the same parameters but needs other state."""
         try:
-            for key, tensors in self._whole_moments.items():
-                if not self._holds(tensors, key):
+            for key, held in self._held.items():
+                if not held.is_current(key):
                     return False
             return (
-                self._holds(self._step_views, "step")
+                Held(self._states, self._step_views).is_current("step")
                 and self._dtypes == _dtypes(self._whole_params)
                 and (not self._has_views or self._views_are_current())
                 and self._versions == self._moment_versions()
@@ -188,9 +203,9 @@ class Bucket:
 
     def second_moments_changed(self) -> bool:
         """Whether someone else has written to, replaced or deleted the moments that a lagged mean was taken of."""
-        key = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
         try:
-            return not self._holds(self._whole_moments[key], key) or self._versions != self._moment_versions()
+            is_held = all(self._held[key].is_current(key) for key in self._keys_of_averaged())
+            return not is_held or self._versions != self._moment_versions()
         except KeyError:
             return True
 
@@ -249,8 +264,11 @@ class Bucket:
         """Raises unless every tensor fits its parameter."""
         present = [(param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None]
         check_grads([param for param, _ in present], [grad for _, grad in present])
-        optional = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
-        check_state(self.params, [self.exp_avgs, self.exp_avg_sqs, *optional])
+        scales = self.exp_avg_scales, self.exp_avg_sq_scales
+        others = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
+        for index, param in enumerate(self.params):
+            tensors = [column[index] for column in (self.exp_avgs, self.exp_avg_sqs, *others)]
+            check_state(param, tensors, [column[index] for column in scales] if index in self.block_numbers else ())
 
     def end(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
@@ -287,11 +305,32 @@ class Bucket:
         self.count = torch.full((), self.numel, dtype=scalar_dtype(self.device), device=self.device)
 
     def _moments(self, key: str, entries: list[Entry]) -> list[Tensor]:
-        self._whole_moments[key] = [entry.staged[key] for entry in entries]
-        return [_as_real(local_tensor(moment)) for moment in self._whole_moments[key]]
+        if not self.coded or key not in CODES:
+            return [_as_real(local_tensor(moment)) for moment in self._hold(key, entries)]
+        moments = iter(self._hold(key, [entry for entry in entries if key in entry.staged]))
+        codes = iter(self._hold(CODES[key], [entry for entry in entries if CODES[key] in entry.staged]))
+        coded = set(self.coded)
+        in_order = [next(codes if index in coded else moments) for index in range(len(entries))]
+        return [_as_real(local_tensor(tensor)) for tensor in in_order]
 
-    def _holds(self, tensors: list[Tensor], key: str) -> bool:
-        return all(map(is_, tensors, map(itemgetter(key), self._states)))
+    def _scales(self, key: str, entries: list[Entry]) -> list[Tensor]:
+        if not self.coded:
+            return []
+        scales = [torch.empty(0, device=param.device) for param in self.params]
+        for index, tensor in zip(self.coded, self._hold(SCALES[key], [entries[i] for i in self.coded]), strict=True):
+            scales[index] = local_tensor(tensor)
+        return scales
+
+    def _hold(self, key: str, entries: list[Entry]) -> list[Tensor]:
+        """Returns these tensors of the state, and remembers them."""
+        tensors = [entry.staged[key] for entry in entries]
+        if tensors:
+            self._held[key] = Held([entry.owned for entry in entries], tensors)
+        return tensors
+
+    def _keys_of_averaged(self) -> list[str]:
+        keys = ("max_exp_avg_sq",) if self.amsgrad else ("exp_avg_sq", CODES["exp_avg_sq"], SCALES["exp_avg_sq"])
+        return [key for key in keys if key in self._held]
 
     def _views_are_current(self) -> bool:
         """Whether parameters still are where the views of them point: sharding wrappers move them."""
@@ -300,8 +339,8 @@ class Bucket:
         )
 
     def _moment_versions(self) -> list[int]:
-        key = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
-        return _versions(self._whole_moments[key], self.averaged if self._has_views else ())
+        tensors = list(chain.from_iterable(self._held[key].tensors for key in self._keys_of_averaged()))
+        return _versions(tensors, list(map(local_tensor, tensors)) if self._has_views else ())
 
     def _accept_params(self) -> None:
         """Takes the parameters that have a gradient as they are for what their masters round to."""
@@ -310,6 +349,16 @@ class Bucket:
 
     def _versions_of_params(self) -> list[int]:
         return _versions(self._whole_params, self._local_params if self._has_views else ())
+
+
+class Held(NamedTuple):
+    """Tensors that the state holds under one key, and the states of their parameters."""
+
+    states: list[dict[str, Any]]
+    tensors: list[Tensor]
+
+    def is_current(self, key: str) -> bool:
+        return all(map(is_, self.tensors, map(itemgetter(key), self.states)))
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding
-from swd_fused.options import Options, check_grads
+from swd_fused.moments import has_moments
+from swd_fused.options import Options, StateDtype, check_grads
 from swd_fused.schedule import HyperRow, HyperRows
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ class Buckets:
         options: Options,
         backend_of: Callable[[Tensor], Backend],
         sharding_of: Callable[[Tensor, Group], Sharding],
-        staged: Callable[[dict[str, Any], Tensor, bool], dict[str, Any]],
+        staged: Callable[[dict[str, Any], Tensor, Group], dict[str, Any]],
     ) -> None:
-        """`staged(state, param, amsgrad)` returns the state with everything that a step needs, leaving `state` as it
+        """`staged(state, param, group)` returns the state with everything that a step needs, leaving `state` as it
         is."""
         self._options = options
         self._backend_of = backend_of
@@ -159,10 +160,10 @@ class Buckets:
         check_grads([param for param, _ in present], [grad for _, grad in present])
         for number, (index, param, grad) in enumerate(zip(group_indices, params, grads, strict=True)):
             owned = state.get(param) or {}
-            if grad is None and "exp_avg_sq" not in owned:
+            if grad is None and not has_moments(owned):
                 continue
             amsgrad = groups[index]["amsgrad"]
-            entry = Entry(number, index, param, owned, self._staged(owned, param, amsgrad))
+            entry = Entry(number, index, param, owned, self._staged(owned, param, groups[index]))
             has_master = self._options.needs_master(param.dtype)
             backend, sharding = self._backend_of(param), self._sharding_of(param, groups[index])
             by_kind[backend, param.device, amsgrad, has_master, sharding].append(entry)
@@ -174,9 +175,9 @@ class Buckets:
         return Arrangement(params, groups, entries, buckets)
 
 
-def _signature(groups: Sequence[Group]) -> list[tuple[int, bool]]:
-    """Which parameters are in which group, and the one hyper-parameter that decides which state they have."""
-    return [(len(group["params"]), group["amsgrad"]) for group in groups]
+def _signature(groups: Sequence[Group]) -> list[tuple[int, bool, StateDtype]]:
+    """Which parameters are in which group, and the hyper-parameters that decide which state they have."""
+    return [(len(group["params"]), group["amsgrad"], group["state_dtype"]) for group in groups]
 
 
 def _states_of(params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> Iterable[dict[str, Any] | None]:

@@ -64,14 +64,18 @@ def element_numbers(param: Any, sharding: Sharding) -> ElementNumbers:
     strides = [1] if param.dim() else []
     for size in param.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
-    first, unknown = 0, sharding
+    first = 0
     if is_dtensor(param):
         # As torch.distributed.checkpoint asks: each shard is one box of the whole, with FSDP above tensor parallelism
         # too, whose placements are strided.
         (chunk,) = param.__create_chunk_list__()
         first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-        own = param.device_mesh.get_all_groups()
-        unknown = tuple(group for group in sharding if group not in own)
     if param.is_complex():
         first, strides = 2 * first, [*(2 * stride for stride in strides), 1]
-    return ElementNumbers(first + sum(group.rank() for group in unknown) * RANK_DISTANCE, tuple(strides))
+    return ElementNumbers(first + ranks_before(param, sharding) * RANK_DISTANCE, tuple(strides))
+
+
+def ranks_before(param: Any, sharding: Sharding) -> int:
+    """Returns this rank's number among those that hold shards of which the parameter does not say where they belong."""
+    own = param.device_mesh.get_all_groups() if is_dtensor(param) else []
+    return sum(group.rank() for group in sharding if group not in own)

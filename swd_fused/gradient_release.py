@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.distributed.wrappers import refuse_late_reduction
+from swd_fused.moments import has_moments
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars, scalar_dtype
 from swd_fused.transfer import to_device
@@ -237,7 +238,7 @@ class GradientRelease:
 
 
 def has_state(optimizer: FusedAdamS) -> bool:
-    return any(isinstance(state, dict) and "exp_avg_sq" in state for state in optimizer.state.values())
+    return any(isinstance(state, dict) and has_moments(state) for state in optimizer.state.values())
 
 
 def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:

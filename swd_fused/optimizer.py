@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
@@ -28,6 +28,7 @@ from swd_fused.options import (
     Decay,
     Options,
     Schedule,
+    StateDtype,
     check_backend_name,
     check_compatibility,
     check_new_group,
@@ -38,6 +39,7 @@ from swd_fused.options import (
     check_total_numel,
     check_total_numel_covers,
     check_use_of_precision,
+    check_use_of_seed,
     checked_calibration,
     checked_options,
     warn_of_lost_updates,
@@ -71,6 +73,10 @@ ATTRIBUTES = (
 )
 
 
+# Of groups: options that pickles of older versions lack.
+ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
+
+
 class FusedAdamS(TakesSteps):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
@@ -80,7 +86,7 @@ class FusedAdamS(TakesSteps):
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
             groups. A group may have its own `lr`, `betas`, `eps`, `weight_decay`, `amsgrad`, `maximize`, `max_decay`,
-            `bias_correction` and `process_group`; the other options hold for all groups.
+            `bias_correction`, `state_dtype` and `process_group`; the other options hold for all groups.
 
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
@@ -105,8 +111,8 @@ class FusedAdamS(TakesSteps):
         master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
         stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
         seed: of stochastic rounding. The same seed gives the same bits.
-        state_dtype: of the first moment, for example torch.bfloat16; by default float32, or float64 for float64
-            parameters. The second moment always has the default.
+        state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
+            is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
         process_group: the ranks to sum over, where parameters are plain tensors that are shards or that differ from
             rank to rank. DTensors carry this information themselves.
@@ -143,7 +149,7 @@ class FusedAdamS(TakesSteps):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype = None,
         # Where parameters are
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
@@ -152,9 +158,7 @@ class FusedAdamS(TakesSteps):
     ) -> None:
         check_compatibility(compatibility)
         adam_w_mode = compatibility.get("adam_w_mode", True)
-        self.options = checked_options(
-            decay, adam_w_mode, master_weights, stochastic_rounding, seed, state_dtype, skip_nonfinite
-        )
+        self.options = checked_options(decay, adam_w_mode, master_weights, stochastic_rounding, seed, skip_nonfinite)
         check_schedule(schedule, max_grad_norm, self.options)
         check_backend_name(backend)
         check_total_numel(total_numel)
@@ -182,6 +186,7 @@ class FusedAdamS(TakesSteps):
             "max_decay": max_decay,
             **checked_calibration(adamw_weight_decay, calibration_steps, self.options.decay),
             "bias_correction": compatibility.get("bias_correction", True),
+            "state_dtype": state_dtype,
         }
         check_new_group({}, defaults)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
@@ -193,6 +198,7 @@ class FusedAdamS(TakesSteps):
                 )
         super().__init__(params, defaults)
         check_some_group_decays(adamw_weight_decay, self.param_groups)
+        check_use_of_seed(self.options, self.param_groups)
         check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
         warn_of_lost_updates(self.options, self.param_groups)
 
@@ -322,8 +328,8 @@ class FusedAdamS(TakesSteps):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _staged_state(self, state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
-        return initialized(dict(state), param, self.options, amsgrad, self._backend_of(param)[0])
+    def _staged_state(self, state: dict[str, Any], param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        return initialized(dict(state), param, self.options, group, self._backend_of(param)[0])
 
     # --- Backends
 
@@ -373,8 +379,9 @@ class FusedAdamS(TakesSteps):
             groups.append(loaded_group(own, saved_group, self.options))
         state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
-            for param, values in saved.items():
-                state[param] = loaded_state(param, values, self._backend_of(param)[0], self.options)
+            for group in groups:
+                for param in filter(saved.__contains__, group["params"]):
+                    state[param] = loaded_state(param, saved[param], self._backend_of(param)[0], self.options, group)
         adopt_masters(saved, self.options)
         self.__setstate__({"state": state, "param_groups": groups})
         self._forget()
@@ -389,8 +396,8 @@ class FusedAdamS(TakesSteps):
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # pickles of older versions have none of these
-            for key, value in (("bias_correction", True), ("adamw_weight_decay", None), ("calibration_steps", 0)):
+        for group in self.param_groups:
+            for key, value in ADDED_LATER.items():
                 group.setdefault(key, value)
         self._handle = new_handle(self)
         self.__dict__.setdefault("_in_graphs", [])

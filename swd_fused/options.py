@@ -16,7 +16,9 @@ Schedule = Literal["exact", "lagged"]
 Decay = Literal["scheduled", "decoupled", "l2"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
 
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of moments. "8bit" is for both of them, a dtype for the first one.
+StateDtype = torch.dtype | Literal["8bit"] | None
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 
 # The key of master weights in the state; TransformerEngine's is the same.
 MASTER = "master_param"
@@ -33,6 +35,7 @@ GROUP_OPTIONS = (
     "adamw_weight_decay",
     "calibration_steps",
     "bias_correction",
+    "state_dtype",
     "process_group",
 )
 GLOBAL_OPTIONS = (
@@ -42,7 +45,6 @@ GLOBAL_OPTIONS = (
     "master_weights",
     "stochastic_rounding",
     "seed",
-    "state_dtype",
     "skip_nonfinite",
     "total_numel",
     "backend",
@@ -63,31 +65,12 @@ class Options(NamedTuple):
 
     decay: Decay = "scheduled"
     master_weights: bool = False
-    rounding_seed: int | None = None  # None: no stochastic rounding
-    state_dtype: torch.dtype | None = None  # of the first moment; None: the parameter's, but at least float32
+    stochastic_rounding: bool = False  # of bfloat16 parameters; moments in 8 bits always are
+    seed: int = 0
     skip_nonfinite: bool = False
-
-    def moment_dtype(self, key: str, param_dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of a new moment: 16 bits only for the first one, and only on request.
-
-        A bfloat16 second moment would stall, since a step changes a thousandth of it, which is below its resolution.
-        """
-        return self._requested(key, param_dtype) or torch.promote_types(param_dtype, torch.float32)
-
-    def kept_dtype(self, key: str, dtype: torch.dtype, param_dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype for a moment that exists in `dtype`: never narrower than that, except on request."""
-        return self._requested(key, param_dtype) or torch.promote_types(
-            torch.promote_types(dtype, torch.float32), param_dtype
-        )
 
     def needs_master(self, param_dtype: torch.dtype) -> bool:
         return self.master_weights and param_dtype in (torch.bfloat16, torch.float16)
-
-    def _requested(self, key: str, param_dtype: torch.dtype) -> torch.dtype | None:
-        """Returns None for complex and float64 parameters, whose moments keep the parameter's precision."""
-        if key != "exp_avg" or param_dtype.is_complex or param_dtype == torch.float64:
-            return None
-        return self.state_dtype
 
 
 # --- Keywords of other optimizers
@@ -139,7 +122,6 @@ def checked_options(
     master_weights: bool,
     stochastic_rounding: bool,
     seed: int,
-    state_dtype: torch.dtype | None,
     skip_nonfinite: bool,
 ) -> Options:
     _check_one_of("decay", decay, get_args(Decay))
@@ -163,12 +145,15 @@ def checked_options(
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(_message("seed", seed, "a whole number in [0, 2^63)"))
-    if seed and not stochastic_rounding:
-        raise ValueError(f"FusedAdamS got seed={seed} without stochastic_rounding=True, the only option that uses it.")
-    if state_dtype is not None and state_dtype not in STATE_DTYPES:
-        raise ValueError(_message("state_dtype", state_dtype, f"one of {STATE_DTYPES} or None"))
-    rounding_seed = seed if stochastic_rounding else None
-    return Options(decay if adam_w_mode else "l2", master_weights, rounding_seed, state_dtype, skip_nonfinite)
+    return Options(decay if adam_w_mode else "l2", master_weights, stochastic_rounding, seed, skip_nonfinite)
+
+
+def check_use_of_seed(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
+    if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
+        raise ValueError(
+            f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
+            "that use it."
+        )
 
 
 def check_schedule(schedule: Schedule, max_grad_norm: float | None, options: Options) -> None:
@@ -219,7 +204,7 @@ def check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) ->
             f"FusedAdamS got master_weights=True for parameters of {kinds}, wanted some of torch.bfloat16 or "
             "torch.float16: wider ones are their own masters. Convert the model first, or leave it out."
         )
-    if options.rounding_seed is not None and torch.bfloat16 not in dtypes:
+    if options.stochastic_rounding and torch.bfloat16 not in dtypes:
         raise ValueError(
             f"FusedAdamS got stochastic_rounding=True for parameters of {kinds}, wanted some of torch.bfloat16, the "
             "only dtype that is rounded so. Convert the model first, or leave it out."
@@ -233,7 +218,7 @@ SMALL_LR_FOR_BFLOAT16 = 1e-4
 
 def warn_of_lost_updates(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
     """Warns, once for an optimizer, that bfloat16 parameters are too coarse for the learning rate."""
-    if options.master_weights or options.rounding_seed is not None:
+    if options.master_weights or options.stochastic_rounding:
         return
     for group in groups:
         lr = group["lr"]
@@ -277,6 +262,12 @@ def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
         raise ValueError(_message("betas", betas, "two numbers in [0, 1)", "Adam's usual choice is (0.9, 0.999)."))
     if not isinstance(whole["bias_correction"], bool):
         raise ValueError(_message("bias_correction", whole["bias_correction"], "True or False"))
+    check_state_dtype(whole["state_dtype"])
+
+
+def check_state_dtype(state_dtype: object) -> None:
+    if not any(state_dtype is known or state_dtype == known for known in (*STATE_DTYPES, None)):
+        raise ValueError(_message("state_dtype", state_dtype, f"one of {STATE_DTYPES} or None"))
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -15,42 +15,45 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from swd_fused import moments
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
+from swd_fused.eight_bit import BLOCK, CODE_DTYPES, CODES, SCALES, scales_shape
+from swd_fused.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.options import MASTER, Options, check_group
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
 
 REQUIRED = ("step", "exp_avg", "exp_avg_sq")
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 # How torch's Adam was implemented when it saved, and the step counts that apex keeps in groups: not for our groups.
 FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step")
+
+# What a group keeps as it is: a resumed run may store its moments otherwise.
+OWN_KEYS = ("params", "state_dtype")
 
 # For warnings from a function that `load_state_dict` calls. Two levels are those of torch's decorator.
 CALLER_OF_LOAD_STATE_DICT = 5
 
 
 def initialized(
-    state: dict[str, Any], param: Tensor, options: Options, amsgrad: bool, backend: Backend
+    state: dict[str, Any], param: Tensor, options: Options, group: Mapping[str, Any], backend: Backend
 ) -> dict[str, Any]:
-    """Adds what a step needs and is missing, and drops a master that a converted parameter has no use for."""
-    missing = [key for key in REQUIRED if key not in state]
+    """Adds what a step needs and is missing, stores moments as the group has it, and drops a master that a converted
+    parameter has no use for."""
+    missing = missing_keys(state)
     if missing == list(REQUIRED):
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for key in ("exp_avg", "exp_avg_sq"):
-            dtype = options.moment_dtype(key, param.dtype)
-            state[key] = sharded_like(param, backend.new_moment(local_tensor(param), dtype, param.device))
+        for key in CODED:
+            state.update(new_moment(key, param, group["state_dtype"], backend))
     elif missing:
         raise RuntimeError(
             f"FusedAdamS has state for a parameter of shape {tuple(param.shape)} with {_listed(state)}, but without "
             f"{_listed(missing)}. Load a complete state dict, or start it afresh: del optimizer.state[param]."
         )
-    for key in MOMENTS:
-        if key in state:  # wider where the parameter has become so
-            state[key] = state[key].to(options.kept_dtype(key, state[key].dtype, param.dtype))
-    if amsgrad and "max_exp_avg_sq" not in state:
-        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+    if group["amsgrad"] and "max_exp_avg_sq" not in state:
+        state["max_exp_avg_sq"] = _as_maxima(param, state, backend)
+    convert_moments(state, param, group["state_dtype"], backend)
     if not options.needs_master(param.dtype):
         state.pop(MASTER, None)
     elif MASTER not in state:
@@ -58,15 +61,23 @@ def initialized(
     return state
 
 
-def check_state(params: list[Tensor], moments: list[list[Tensor]]) -> None:
+def _as_maxima(param: Tensor, state: Mapping[str, Any], backend: Backend) -> Tensor:
+    """Returns the second moments as the first maxima of amsgrad."""
+    if not moments.is_coded(state):
+        return state["exp_avg_sq"].clone()  # type: ignore[no-any-return]
+    values = moments.decoded_moment(state, "exp_avg_sq")
+    return sharded_like(param, backend.new_moment(local_tensor(param), values.dtype, param.device).copy_(values))
+
+
+def check_state(param: Tensor, tensors: Iterable[Tensor], scales: Iterable[Tensor] = ()) -> None:
     """Refuses state that does not fit its parameter, before a step writes to either."""
-    for tensors in moments:
-        for param, tensor in zip(params, tensors, strict=True):
-            if tensor.shape != param.shape or tensor.device != param.device:
+    for shape, kind in ((tuple(param.shape), tensors), (scales_shape(param.shape), scales)):
+        for tensor in kind:
+            if tensor.shape != shape or tensor.device != param.device:
                 raise RuntimeError(
                     f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now "
-                    f"has shape {tuple(param.shape)} on {param.device}, wanted both alike. After replacing a parameter "
-                    "by another one delete its state: del optimizer.state[param]."
+                    f"has shape {tuple(param.shape)} on {param.device}, wanted {shape} there. After replacing a "
+                    "parameter by another one delete its state: del optimizer.state[param]."
                 )
 
 
@@ -127,7 +138,7 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
 def _check_saved(state: object, param: Tensor, key: object) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"The saved state of parameter {key} is a {type(state).__name__}, wanted a dict.")
-    missing = [name for name in REQUIRED if name not in state]
+    missing = missing_keys(state)
     # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
     if missing and (len(missing) < len(REQUIRED) or any(isinstance(value, Tensor) for value in state.values())):
         raise ValueError(
@@ -135,17 +146,37 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
             "its own state and that of torch.optim.Adam and AdamW, and of the FusedAdam of apex, TransformerEngine "
             "and DeepSpeed."
         )
-    for name in (*MOMENTS, MASTER):
-        if name in state and not isinstance(state[name], Tensor):
+    shapes = {MASTER: tuple(param.shape)} if MASTER in state else {}
+    for moment in MOMENTS:
+        shapes.update(tensors_of(moment, tuple(param.shape), state))
+    for name, shape in shapes.items():
+        if not isinstance(state[name], Tensor):
             raise ValueError(
                 f"The saved {name} of parameter {key} is a {type(state[name]).__name__}, wanted a tensor of shape "
-                f"{tuple(param.shape)}."
+                f"{shape}."
             )
-        if name in state and state[name].shape != param.shape:
+        if state[name].shape != shape:
+            wanted = f"{tuple(param.shape)}"
+            if name in SCALES.values():
+                wanted += f", whose blocks of {BLOCK} elements have {shape}"
             raise ValueError(
-                f"The saved {name} of parameter {key} has shape {tuple(state[name].shape)}, the parameter has "
-                f"{tuple(param.shape)}. Load the state for the model that it was saved with."
+                f"The saved {name} of parameter {key} has shape {tuple(state[name].shape)}, the parameter has {wanted}."
+                " Load the state for the model that it was saved with."
             )
+    _check_saved_codes(state, key)
+
+
+def _check_saved_codes(state: Mapping[str, Any], key: object) -> None:
+    for moment in CODED:
+        wanted = {CODES[moment]: CODE_DTYPES[moment], SCALES[moment]: torch.float32}
+        for name, dtype in wanted.items():
+            if name in state and state[name].dtype != dtype:
+                raise ValueError(
+                    f"The saved {name} of parameter {key} has {state[name].dtype}, wanted {dtype}. The state dict is "
+                    "damaged, or was converted: save and load it as it is."
+                )
+        if SCALES[moment] in state and bool((local_tensor(state[SCALES[moment]]) < 0).any()):
+            raise ValueError(f"The saved {SCALES[moment]} of parameter {key} has negative values: it is damaged.")
 
 
 def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
@@ -156,7 +187,8 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns a group with its own parameters and the saved hyper-parameters."""
-    group = {**own, **deepcopy({key: value for key, value in saved.items() if key not in ("params", *FOREIGN_KEYS)})}
+    taken = {key: value for key, value in saved.items() if key not in (*OWN_KEYS, *FOREIGN_KEYS)}
+    group = {**own, **deepcopy(taken)}
     if isinstance(group["betas"], list):  # as JSON and YAML have it
         group["betas"] = tuple(group["betas"])
     is_foreign = "max_decay" not in saved and options.decay == "scheduled"
@@ -172,7 +204,9 @@ def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options
     return group
 
 
-def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend, options: Options) -> dict[str, Any]:
+def loaded_state(
+    param: Tensor, saved: Mapping[str, Any], backend: Backend, options: Options, group: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a copy of saved state, on the parameter's device, in the dtype that it was saved in or a wider one.
 
     torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
@@ -181,12 +215,17 @@ def loaded_state(param: Tensor, saved: Mapping[str, Any], backend: Backend, opti
     for key, value in saved.items():
         if key == "step":
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
-        elif key in MOMENTS or (key == MASTER and options.needs_master(param.dtype)):
-            dtype = torch.float32 if key == MASTER else options.kept_dtype(key, value.dtype, param.dtype)
+        elif key in moments.KEYS or (key == MASTER and options.needs_master(param.dtype)):
+            dtype = torch.float32 if key == MASTER else value.dtype
+            if key in MOMENTS:
+                dtype = stored_dtype(key, dtype, param.dtype, group["state_dtype"])
             local = redistributed_like(param, value)
-            state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local))
+            shape = None if key in (*MOMENTS, MASTER) else tuple(value.shape)
+            state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local), shape)
         elif key != MASTER:
             state[key] = deepcopy(value)
+    if moments.has_moments(state):
+        convert_moments(state, param, group["state_dtype"], backend)
     return state
 
 

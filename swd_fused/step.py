@@ -15,6 +15,7 @@ from swd_fused.buckets import Buckets
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
+from swd_fused.moments import has_moments
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.sums import (
     FromCaller,
@@ -192,7 +193,7 @@ class TakesSteps(InAdamWTerms):
         params = [
             (param, group_of.get(param, {}))
             for param, state in self.state.items()
-            if isinstance(param, Tensor) and "exp_avg_sq" in state
+            if isinstance(param, Tensor) and has_moments(state)
         ]
         states = [(self._ranks.sharding_of(param, group), self.state[param]) for param, group in params]
         return stored_sum(states, self._ranks.collective_of(params))

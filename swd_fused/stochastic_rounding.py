@@ -6,6 +6,8 @@ time.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,11 @@ from swd_fused.element_numbers import ElementNumbers
 
 LOW_32_BITS = 0xFFFFFFFF
 
+Number = TypeVar("Number", int, Tensor)
 
-def scrambled(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 on the lower 32 bits of int64 numbers."""
+
+def scrambled(x: Number) -> Number:
+    """The finaliser of MurmurHash3 on the lower 32 bits of int64 numbers, or of one number."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW_32_BITS
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW_32_BITS
     return x ^ (x >> 16)
@@ -23,8 +27,8 @@ def scrambled(x: Tensor) -> Tensor:
 
 def rounding_start(seed: int) -> int:
     """32 bits that depend on all 64 of the seed."""
-    low, high = torch.tensor([seed & LOW_32_BITS, seed >> 32], device="cpu")
-    return int(scrambled(low ^ scrambled((high + 1) & LOW_32_BITS)))
+    low, high = seed & LOW_32_BITS, seed >> 32
+    return scrambled(low ^ scrambled((high + 1) & LOW_32_BITS))
 
 
 def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:

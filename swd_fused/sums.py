@@ -12,7 +12,8 @@ from torch import Tensor
 
 from swd_fused.bucket import Bucket
 from swd_fused.distributed.collective import Collective, Reduction
-from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor, local_tensor
+from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor
+from swd_fused.moments import decoded_moment
 from swd_fused.schedule import Gate, Sums, scalar_dtype
 from swd_fused.transfer import is_fake, to_device
 
@@ -256,7 +257,7 @@ def stored_sum(states: Sequence[tuple[Sharding, Mapping[str, Any]]], ranks: Coll
     device, dtype = ranks.device, scalar_dtype(ranks.device)
     rows = []
     for sharding, state in states:
-        moment = local_tensor(state["exp_avg_sq"])
+        moment = decoded_moment(state, "exp_avg_sq")
         moment = torch.view_as_real(moment) if moment.is_complex() else moment
         rows.append((sharding, moment.sum(dtype=dtype).reshape(1).to(device)))
     steps = [torch.zeros((), dtype=dtype, device=device), *(state["step"].to(device, dtype) for _, state in states)]

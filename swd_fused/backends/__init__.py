@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Takes both passes as one, of a bucket that is the whole model. Returns (exp_avg_sq_mean, grad_norm, skip), or
         None where the passes must be taken one by one, having done nothing."""
 
-    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
+    def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         """Returns by tensor the `bucket.sums` that `pass2` leaves, bit for bit, from what is stored."""
 
 

@@ -34,14 +34,13 @@ def fingerprint(bucket: Bucket) -> Fingerprint:
     knows the dtype. Written for speed: with a thousand parameters it is a third of what the host does. Column by column
     is faster than all of one kind at a time, and lists are made faster than arrays.
     """
-    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
     forms, params = bucket.grads_or_params, bucket.params
     try:
         grads = list(map(Tensor.data_ptr, forms))
         others: list[object] = [
             *(list(map(_DTYPE, forms)), list(map(Tensor.numel, forms)), list(map(Tensor.stride, forms))),
             *(list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(Tensor.stride, params))),
-            list(map(Tensor.data_ptr, chain.from_iterable(moments))),
+            list(map(Tensor.data_ptr, chain.from_iterable(bucket.state_tensors))),
         ]
     except RuntimeError:  # a sparse gradient, which `check` refuses with our own error message
         bucket.check()
@@ -55,8 +54,7 @@ def fingerprint(bucket: Bucket) -> Fingerprint:
 def check_memory(bucket: Bucket) -> None:
     """Raises if memory that a step needs was freed. To be called where an address is 0."""
     bucket.check()
-    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
-    for tensor in chain(bucket.params, bucket.present_grads, *moments):
+    for tensor in chain(bucket.params, bucket.present_grads, *bucket.state_tensors):
         if tensor.numel() and not tensor.data_ptr():
             raise RuntimeError(
                 f"FusedAdamS got a tensor of shape {tuple(tensor.shape)} whose memory was freed, wanted one that still "

@@ -53,15 +53,15 @@ class CpuBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.rounding_seed)[0]
+        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, _seed(bucket))[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
-        numbers = gate.max_grad_norm, lagged, *scale, bucket.options.rounding_seed
+        numbers = gate.max_grad_norm, lagged, *scale, _seed(bucket)
         return _written(bucket, ops.step_, *numbers)
 
-    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        sums: Tensor = ops.exp_avg_sq_sums(exp_avg_sqs)
+    def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
+        sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged)
         return sums
 
 
@@ -98,6 +98,10 @@ def _numbers(bucket: Bucket) -> Tensor | None:
     if not bucket.element_numbers:
         return None
     return int64s(chain.from_iterable((numbers.first, *numbers.strides) for numbers in bucket.element_numbers))
+
+
+def _seed(bucket: Bucket) -> int | None:
+    return bucket.options.seed if bucket.options.stochastic_rounding else None
 
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:

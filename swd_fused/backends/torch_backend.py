@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from swd_fused import schedule
 from swd_fused.backends.address_table import check_memory, fingerprint
+from swd_fused.backends.torch_eight_bit import pieces_of_coded, sums_of_coded
 from swd_fused.backends.torch_sums import (
+    Batch,
     SumsByTensor,
     TensorList,
     batch_limit,
@@ -24,9 +27,10 @@ from swd_fused.backends.torch_sums import (
     widened,
 )
 from swd_fused.bucket import Bucket
+from swd_fused.eight_bit import moment_keys
 from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.transfer import is_fake
+from swd_fused.transfer import from_host, is_fake
 
 # Those that are tested ("cpu") or follow the same rules in torch's documentation ("cuda"). torch has more of them.
 FUSED_DEVICES = ("cpu", "cuda")
@@ -60,14 +64,14 @@ class TorchBackend:
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         sums = SumsByTensor(bucket.averaged)
-        for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.grads, groups=bucket.group_indices):
-            exp_avg_sqs, max_exp_avg_sqs, grads = map(widened, batch.lists)
-            hyper = bucket.hyper.numbers[batch.group]
-            grads = scaled(grads, hyper.sign, grad_factor)
-            next_exp_avg_sqs = torch._foreach_mul(exp_avg_sqs, hyper.beta2)
-            torch._foreach_addcmul_(next_exp_avg_sqs, grads, grads, value=1 - hyper.beta2)
-            maxima = torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs)
+        grads = without(bucket.grads, bucket.coded)
+        for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, grads, groups=bucket.group_indices):
+            maxima = next_maxima(batch.lists, bucket.hyper.numbers[batch.group], grad_factor)
             sums.add(batch.indices, torch.cat([row_sums(maximum.reshape(1, -1)) for maximum in maxima]))
+        for piece in pieces_of_coded(bucket):
+            lists = [[piece.decoded("exp_avg_sq")], [piece.of(bucket.max_exp_avg_sqs)], [piece.of(bucket.grads)]]
+            (maximum,) = next_maxima(lists, bucket.hyper.numbers[bucket.group_indices[piece.tensor]], grad_factor)
+            sums.add([piece.tensor], row_sums(maximum.reshape(1, -1)))
         return (sums.total() / bias_corrections_of(bucket)[1]).sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
@@ -95,16 +99,40 @@ class TorchBackend:
 
     def _sum_again(self, bucket: Bucket) -> None:
         if bucket.has_all_grads:
-            bucket.sums = sums_of_elements(bucket.averaged)
+            bucket.sums = sums_of_averaged(bucket, bucket.averaged)
             return
         written = [None if g is None else v for v, g in zip(bucket.averaged, bucket.grads, strict=True)]
-        bucket.sums = torch.where(bucket.has_grad, sums_of_elements(written), bucket.sums)
+        bucket.sums = torch.where(bucket.has_grad, sums_of_averaged(bucket, written), bucket.sums)
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
         return None
 
-    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
-        return sums_of_elements(exp_avg_sqs)
+    def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
+        return sums_of_averaged(bucket, bucket.averaged)
+
+
+def sums_of_averaged(bucket: Bucket, averaged: Sequence[Tensor | None]) -> Tensor:
+    """Returns the sums of these of the bucket's second moments, 0 where there is none."""
+    coded = [] if bucket.amsgrad else [index for index in bucket.coded if averaged[index] is not None]
+    if not coded:
+        return sums_of_elements(averaged)
+    sums = sums_of_elements(without(averaged, coded))
+    sums[from_host(torch.tensor(coded, device="cpu"), sums.device)] = sums_of_coded(bucket, coded)
+    return sums
+
+
+def without(tensors: Sequence[Tensor | None], indices: Collection[int]) -> list[Tensor | None]:
+    """Returns the tensors with None in place of those at some indices."""
+    return [None if index in indices else tensor for index, tensor in enumerate(tensors)]
+
+
+def next_maxima(lists: list[list[Tensor]], hyper: HyperRow, grad_factor: Tensor | None) -> list[Tensor]:
+    """Returns what max_exp_avg_sq will be after this step, given exp_avg_sq, max_exp_avg_sq and gradients."""
+    exp_avg_sqs, max_exp_avg_sqs, grads = map(widened, lists)
+    grads = scaled(grads, hyper.sign, grad_factor)
+    next_exp_avg_sqs = torch._foreach_mul(exp_avg_sqs, hyper.beta2)
+    torch._foreach_addcmul_(next_exp_avg_sqs, grads, grads, value=1 - hyper.beta2)
+    return list(torch._foreach_maximum(next_exp_avg_sqs, max_exp_avg_sqs))
 
 
 # --- The update by torch's own fused kernel: AdamS is AdamW with another weight decay in each step
@@ -242,18 +270,17 @@ def flat_if_cut(tensors: list[Tensor]) -> list[Tensor]:
 # --- The update in plain operations
 
 
-def update_plainly(bucket: Bucket, without: set[int], decay_factors: Tensor, grad_factor: Tensor | None) -> None:
-    """Updates tensors that have a gradient, but for those at some indices. Leaves the step counts as they are."""
+def update_plainly(bucket: Bucket, done: set[int], decay_factors: Tensor, grad_factor: Tensor | None) -> None:
+    """Updates tensors that have a gradient, but for those that are done. Leaves the step counts as they are."""
     bias_correction1, bias_correction2 = bias_corrections_of(bucket)
     scale = bias_correction2.sqrt()
     step_sizes = (by_tensor(bucket, "lr") * scale / bias_correction1).neg().unbind()
     epss = (by_tensor(bucket, "eps") * scale).unbind()
-    seed = bucket.options.rounding_seed
-    keys = None if seed is None else rounding_keys(seed, bucket.tensor_ids, bucket.steps + 1)
+    if bucket.options.stochastic_rounding or bucket.coded:
+        keys = rounding_keys(bucket.options.seed, bucket.tensor_ids, bucket.steps + 1)
     weights = bucket.masters or bucket.params
-    grads = [None if index in without else grad for index, grad in enumerate(bucket.grads)]
-    lists = bucket.params, weights, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, grads
-    for batch in batches(*lists, groups=bucket.group_indices):
+
+    def update(batch: Batch) -> None:
         params, *updated = batch.lists
         results = update_(
             updated,
@@ -266,7 +293,7 @@ def update_plainly(bucket: Bucket, without: set[int], decay_factors: Tensor, gra
         )
         if bucket.masters:
             store(updated[0], results)
-        if keys is not None:
+        if bucket.options.stochastic_rounding:
             results = [
                 stochastically_rounded(result, keys[index], bucket.element_numbers[index].from_index(*start))
                 if param.dtype == torch.bfloat16
@@ -274,6 +301,18 @@ def update_plainly(bucket: Bucket, without: set[int], decay_factors: Tensor, gra
                 for param, result, index, start in zip(params, results, batch.indices, batch.starts, strict=True)
             ]
         store(params, results)
+
+    grads = without(bucket.grads, done.union(bucket.coded))
+    lists = bucket.params, weights, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged, grads
+    for batch in batches(*lists, groups=bucket.group_indices):
+        update(batch)
+    for piece in pieces_of_coded(bucket):
+        exp_avg, exp_avg_sq = piece.decoded("exp_avg"), piece.decoded("exp_avg_sq")
+        averaged = piece.of(bucket.max_exp_avg_sqs) if bucket.amsgrad else exp_avg_sq
+        tensors = [piece.of(bucket.params), piece.of(weights), exp_avg, exp_avg_sq, averaged, piece.of(bucket.grads)]
+        group = bucket.group_indices[piece.tensor]
+        update(Batch(group, [piece.tensor], [(0, piece.begin)], [[tensor] for tensor in tensors]))
+        piece.store(exp_avg, exp_avg_sq, moment_keys(keys[piece.tensor]))
 
 
 def update_(

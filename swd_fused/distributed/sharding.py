@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -115,14 +116,16 @@ def local_grad(param: Any, grad: Any) -> Tensor:
     return local_tensor(grad)
 
 
-def sharded_like(param: Any, local: Tensor) -> Tensor:
-    """Returns a local tensor as a shard, placed as the parameter is."""
+def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Returns a local tensor as a shard, placed as the parameter is: of a whole that is like the parameter, or that has
+    this shape and is row-major."""
     if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor
 
+    whole = param if shape is None else torch.empty(shape, device="meta")
     return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local, param.device_mesh, param.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

@@ -24,8 +24,11 @@ LAYERS = [
     ["transfer"],
     ["options", "param_groups"],
     ["distributed.sharding", "schedule"],
-    ["distributed.collective", "distributed.wrappers", "element_numbers", "state", "decay_warning"],
+    ["distributed.collective", "distributed.wrappers", "element_numbers", "decay_warning"],
     ["distributed.ranks", "stochastic_rounding"],
+    ["eight_bit"],
+    ["moments"],
+    ["state"],
     ["bucket", "adamw_terms", "compiled_step"],
     ["buckets", "sums", "backends", "gradient_release"],
     ["step"],
@@ -39,7 +42,8 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
     *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.transfer", "swd_fused.options"),
-    *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused._C"),
+    *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused.eight_bit"),
+    "swd_fused._C",
 }
 
 

@@ -124,9 +124,9 @@ class TritonBackend:
         plan.end(bucket)
         return results
 
-    def exp_avg_sq_sums(self, exp_avg_sqs: list[Tensor]) -> Tensor:
+    def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         """Kept by segment in the plan, and rebuilt with it."""
-        return torch.empty(0, dtype=torch.float64, device=exp_avg_sqs[0].device)
+        return torch.empty(0, dtype=torch.float64, device=bucket.device)
 
 
 def can_wait(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
 
 def variant_of(bucket: Bucket, dtypes: Dtypes) -> Variant:
-    stochastic = bucket.options.rounding_seed is not None and dtypes.param == torch.bfloat16
+    stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
     return Variant(bucket.amsgrad, bool(bucket.masters), stochastic)
 
 

@@ -112,7 +112,7 @@ def columns_of(bucket: Bucket) -> list[list[Tensor]]:
 
 
 def _walked_order(bucket: Bucket, param: Tensor) -> torch.memory_format:
-    is_rounded_at_random = bucket.options.rounding_seed is not None and param.dtype == torch.bfloat16
+    is_rounded_at_random = bucket.options.stochastic_rounding and param.dtype == torch.bfloat16
     return torch.contiguous_format if is_rounded_at_random else torch.preserve_format
 
 

@@ -110,7 +110,7 @@ class Plan:
                 max(1, bucket.numel),
                 math.inf if max_grad_norm is None else max_grad_norm,
                 options.skip_nonfinite,
-                0 if options.rounding_seed is None else rounding_start(options.rounding_seed),
+                rounding_start(options.seed),
             ]
             limits = torch.tensor(values, dtype=torch.float64, device="cpu")
             self._limits[key] = from_host(limits, bucket.device)

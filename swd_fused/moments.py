@@ -1,0 +1,109 @@
+"""How the moments of a parameter are stored: as a tensor of some dtype, or as 8-bit codes with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from swd_fused import eight_bit
+from swd_fused.distributed.sharding import local_tensor, sharded_like
+from swd_fused.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
+from swd_fused.options import StateDtype
+
+if TYPE_CHECKING:
+    from swd_fused.backends import Backend
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+CODED = ("exp_avg", "exp_avg_sq")  # those that may be: rounding up at random would make maxima grow
+
+# All that a state may hold of them.
+KEYS = (*MOMENTS, *CODES.values(), *SCALES.values())
+
+
+def stored_dtype(key: str, dtype: torch.dtype, param_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
+    """Returns the dtype for a moment that exists in `dtype`: never narrower than that, except on request.
+
+    Only the first moment may have 16 bits. A bfloat16 second moment would stall, since a step changes a thousandth of
+    it, which is below its resolution. Moments of complex and float64 parameters keep the parameter's precision.
+    """
+    is_wide = param_dtype.is_complex or param_dtype == torch.float64
+    if key == "exp_avg" and isinstance(state_dtype, torch.dtype) and not is_wide:
+        return state_dtype
+    return torch.promote_types(torch.promote_types(dtype, torch.float32), param_dtype)
+
+
+def is_coded(state: Mapping[str, Any], key: str = "exp_avg_sq") -> bool:
+    return key in CODES and CODES[key] in state
+
+
+def has_moments(state: Mapping[str, Any]) -> bool:
+    return "exp_avg_sq" in state or is_coded(state)
+
+
+def missing_keys(state: Mapping[str, Any]) -> list[str]:
+    """Returns what a step needs and state does not have. Of codes without their scales the scales are missing."""
+    missing = [] if "step" in state else ["step"]
+    for key in CODED:
+        if CODES[key] in state or SCALES[key] in state:
+            missing += [name for name in (CODES[key], SCALES[key]) if name not in state]
+        elif key not in state:
+            missing.append(key)
+    return missing
+
+
+def tensors_of(key: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names of what a state holds of a moment, each with the shape that it should have."""
+    if is_coded(state, key):
+        yield CODES[key], shape
+        yield SCALES[key], scales_shape(shape)
+    elif key in state:
+        yield key, shape
+
+
+def decoded_moment(state: Mapping[str, Any], key: str) -> Tensor:
+    """Returns the part of a moment that is here, as a tensor of numbers."""
+    if is_coded(state, key):
+        return eight_bit.decoded(key, *(local_tensor(state[name]) for name in (CODES[key], SCALES[key])))
+    return local_tensor(state[key])
+
+
+def new_moment(key: str, param: Tensor, state_dtype: StateDtype, backend: Backend) -> dict[str, Tensor]:
+    """Returns the state of a moment that is zero."""
+    if state_dtype == "8bit" and eight_bit.fits(param):
+        return _as_codes(key, param, None, backend)
+    dtype = stored_dtype(key, param.dtype, param.dtype, state_dtype)
+    return {key: sharded_like(param, backend.new_moment(local_tensor(param), dtype, param.device))}
+
+
+def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtype, backend: Backend) -> None:
+    """Stores moments as they should be; those that are so already stay the very same tensors."""
+    is_wanted_coded = state_dtype == "8bit" and eight_bit.fits(param)
+    for key in MOMENTS:
+        if is_coded(state, key) and not is_wanted_coded:
+            values = decoded_moment(state, key)
+            dtype = stored_dtype(key, values.dtype, param.dtype, state_dtype)
+            moment = backend.new_moment(local_tensor(param), dtype, param.device).copy_(values)
+            del state[CODES[key]], state[SCALES[key]]
+            state[key] = sharded_like(param, moment)
+        elif key in state and key in CODED and is_wanted_coded:
+            state.update(_as_codes(key, param, local_tensor(state.pop(key)), backend))
+        elif key in state:
+            state[key] = state[key].to(stored_dtype(key, state[key].dtype, param.dtype, state_dtype))
+
+
+def _as_codes(key: str, param: Tensor, values: Tensor | None, backend: Backend) -> dict[str, Tensor]:
+    """Rounds to nearest: what is converted once leaves no bias behind."""
+    shape = tuple(local_tensor(param).shape)
+    like = torch.empty(shape, device="meta")  # row-major, whatever the parameter's strides are
+    codes = backend.new_moment(like, CODE_DTYPES[key], param.device)
+    scales = torch.zeros(scales_shape(shape), dtype=torch.float32, device=param.device)
+    if values is not None:
+        for tensor, value in zip((codes, scales), eight_bit.encoded(key, values.to(torch.float32)), strict=True):
+            tensor.copy_(value)
+    return {
+        CODES[key]: sharded_like(param, codes, tuple(param.shape)),
+        SCALES[key]: sharded_like(param, scales, scales_shape(param.shape)),
+    }
