@@ -9,15 +9,8 @@
 #include <type_traits>
 
 #include "../random_bits.h"
+#include "clones.h"
 #include "float16_arrays.h"
-
-// Plain loops, vectorised by the compiler for each of these instruction sets. Older compilers and other
-// machines get one version, for the architecture that they were asked for.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define SWD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define SWD_CLONES
-#endif
 
 namespace swd {
 namespace {
@@ -109,6 +102,12 @@ SWD_INLINE double double_sum_of_squares(const T* values, int64_t n) {
   return total;
 }
 
+// A sum of squares, or a more careful one where that may have lost something.
+template <typename T>
+SWD_INLINE double checked_squares(double sum, const T* values, int64_t n) {
+  return keeps_squares<T>(sum) ? sum : double_sum_of_squares(values, n);
+}
+
 template <typename T>
 SWD_INLINE double strip_sum_of_squares(const T* values, int64_t n) {
   constexpr int64_t L = LANES<T>;
@@ -180,8 +179,7 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
     averaged_sum.add(AMSGRAD ? second_max : second);
     grad_sum.add(g * g);
   });
-  const double squares = grad_sum.total();
-  return {averaged_sum.total(), keeps_squares<T>(squares) ? squares : double_sum_of_squares(grad, n)};
+  return {averaged_sum.total(), checked_squares(grad_sum.total(), grad, n)};
 }
 
 template <bool AMSGRAD, typename T>
@@ -236,6 +234,10 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
 
 SWD_BLOCKS(float)
 SWD_BLOCKS(double)
+
+SWD_CLONES double checked_sum_of_squares(double sum, const float* values, int64_t n) {
+  return checked_squares(sum, values, n);
+}
 
 SWD_CLONES void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
                                      uint32_t number, uint32_t number_stride) {

@@ -57,4 +57,7 @@ void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block,
 SWD_DECLARE_BLOCKS(float)
 SWD_DECLARE_BLOCKS(double)
 
+// A sum of squares taken in float, or a new one in double where that may have left float's range.
+double checked_sum_of_squares(double sum, const float* values, int64_t n);
+
 }  // namespace swd

@@ -85,4 +85,77 @@ UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scala
   });
 }
 
+// --- Tensors whose moments are codes
+
+// The walk counts each block as this many elements, a power of two: chunks then have whole blocks, and short rows do
+// not make them much too small.
+inline int64_t walked_width(int64_t columns) {
+  int64_t width = 1;
+  while (width < std::min(columns, CODE_BLOCK)) width *= 2;
+  return width;
+}
+
+inline int64_t walked_numel(int64_t numel, int64_t columns) {
+  return columns ? numel / columns * ((columns + CODE_BLOCK - 1) / CODE_BLOCK) * walked_width(columns) : 0;
+}
+
+// Calls f(element, n, block, row) for elements of a row, no more than BLOCK of them and from the beginning of a block
+// on, along a chunk of the walk. Adds what it returns.
+template <typename Sum, typename F>
+Sum sum_of_rows(int64_t columns, int64_t begin, int64_t end, const F& f) {
+  const int64_t width = walked_width(columns), blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;
+  Sum total{};
+  for (int64_t block = begin / width; block < end / width;) {
+    const int64_t row = block / blocks_of_row, column = block % blocks_of_row * CODE_BLOCK;
+    const int64_t blocks = std::min({blocks_of_row - block % blocks_of_row, end / width - block, BLOCK / CODE_BLOCK});
+    total += f(row * columns + column, std::min(blocks * CODE_BLOCK, columns - column), block, row);
+    block += blocks;
+  }
+  return total;
+}
+
+inline CodedBlocks blocks_at(const CodedMoments& coded, int64_t element, int64_t block) {
+  const CodedBlocks& all = coded.blocks;
+  return {all.exp_avg + element, all.root + element, all.exp_avg_scales + block, all.root_scales + block};
+}
+
+inline double stored_coded_chunk(const Operand& averaged, const float* scales, int64_t columns, int64_t begin,
+                                 int64_t end) {
+  float scratch[BLOCK];
+  return sum_of_rows<double>(columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t) {
+    if (!averaged.is_code()) return sum(averaged.read(scratch, i, n), n);
+    return sum_coded(reinterpret_cast<uint8_t*>(averaged.data()) + i, scales + block, n);
+  });
+}
+
+inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>& scalars, int64_t begin, int64_t end) {
+  float scratch[3][BLOCK];
+  return sum_of_rows<double>(x.coded->columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t) {
+    const CodedBlocks moments = blocks_at(*x.coded, i, block);
+    decode_exp_avg_sq(scratch[0], moments.root, moments.root_scales, n);
+    return sum_of_next_max(scratch[0], x.averaged.read(scratch[1], i, n), x.grad.read(scratch[2], i, n), n, scalars);
+  });
+}
+
+// `key` rounds moments, and `param_key` bfloat16 parameters.
+inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
+                                     RoundingKey param_key, int64_t begin, int64_t end) {
+  float scratch[3][BLOCK];
+  const Operand& weight = x.master ? *x.master : x.param;
+  const CodedMoments& coded = *x.coded;
+  const int64_t blocks_of_row = (coded.columns + CODE_BLOCK - 1) / CODE_BLOCK;
+  return sum_of_rows<UpdateSums>(coded.columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t row) {
+    float* param = weight.read(scratch[0], i, n);
+    const float* grad = x.grad.read(scratch[1], i, n);
+    float* max_exp_avg_sq = amsgrad ? x.averaged.read(scratch[2], i, n) : nullptr;
+    const int64_t number = coded.first_block + row * coded.block_pitch + block - row * blocks_of_row;
+    const CodedBlocks moments = blocks_at(coded, i, block);
+    const UpdateSums sums = update_coded(param, moments, max_exp_avg_sq, grad, n, scalars, key, number);
+    if (amsgrad) x.averaged.write(max_exp_avg_sq, i, n);
+    if (x.master) x.master->write(param, i, n);
+    write_param(x, param, i, n, param_key);
+    return sums;
+  });
+}
+
 }  // namespace swd

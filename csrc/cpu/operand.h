@@ -60,10 +60,13 @@ class WalkOrder {
     std::stable_sort(dims_.begin(), dims_.end(),
                      [&](int64_t a, int64_t b) { return view.strides[a] > view.strides[b]; });
   }
+  static WalkOrder along_rows() { return WalkOrder(true); }
   bool row_major() const { return row_major_; }
   int64_t operator[](int64_t i) const { return row_major_ ? i : dims_[i]; }
 
  private:
+  explicit WalkOrder(bool row_major) : row_major_(row_major) {}
+
   bool row_major_;
   std::vector<int64_t> dims_;
 };
@@ -140,8 +143,10 @@ class Operand {
   bool is() const {
     return dtype_ == scalar_type_of<T>;
   }
+  char* data() const { return data_; }
   bool is_bfloat16() const { return dtype_ == ScalarType::BFloat16; }
   bool is_double() const { return dtype_ == ScalarType::Double; }
+  bool is_code() const { return dtype_ == ScalarType::Byte || dtype_ == ScalarType::Char; }
 
   // `n` elements as an array of T: in place if they are one, else copied into `scratch`.
   template <typename T>

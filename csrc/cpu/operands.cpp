@@ -39,10 +39,28 @@ class LayoutWriter {
   std::vector<int64_t> numbers_;
 };
 
-void check_like(const View& view, const View& like, const char* name) {
-  check_dtype(view, name);
+void check_like(const View& view, const View& like, const char* name, bool is_code) {
+  if (!is_code) check_dtype(view, name);
   STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
                   "swd_fused: ", name, " must have its parameter's shape");
+}
+
+// Codes have scales, and are row-major. Returns the number of columns of the tensor as a matrix of rows, or 0.
+int64_t coded_columns(const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& exp_avg_scales,
+                      const Tensor& exp_avg_sq_scales) {
+  if (exp_avg_sq.scalar_type() != ScalarType::Byte) return 0;
+  const View view(exp_avg_sq);
+  STD_TORCH_CHECK(exp_avg.scalar_type() == ScalarType::Char && exp_avg.is_contiguous() && exp_avg_sq.is_contiguous(),
+                  "swd_fused: codes must be contiguous, int8 for exp_avg and uint8 for exp_avg_sq");
+  const int64_t rows = view.dim() > 1 ? view.sizes[0] : 1;
+  const int64_t columns = rows ? view.numel() / rows : 0;
+  const int64_t blocks = rows * ((columns + CODE_BLOCK - 1) / CODE_BLOCK);
+  for (const Tensor& scales : {exp_avg_scales, exp_avg_sq_scales}) {
+    STD_TORCH_CHECK(
+        scales.scalar_type() == ScalarType::Float && scales.is_contiguous() && (scales.numel() == blocks || !columns),
+        "swd_fused: scales must be contiguous, float32, one for each block");
+  }
+  return columns;
 }
 
 void check_length(const TensorList& list, size_t tensors, const char* name) {
@@ -52,7 +70,8 @@ void check_length(const TensorList& list, size_t tensors, const char* name) {
 }  // namespace
 
 Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList masters, TensorList grads, std::optional<Tensor> numbers) {
+               TensorList masters, TensorList exp_avg_scales, TensorList exp_avg_sq_scales, TensorList grads,
+               std::optional<Tensor> numbers, std::optional<Tensor> block_numbers) {
   const size_t tensors = params.size();
   const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty();
   check_length(exp_avgs, tensors, "exp_avgs");
@@ -60,10 +79,17 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
   if (amsgrad) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
   if (has_masters) check_length(masters, tensors, "masters");
   check_length(grads, tensors, "grads");
+  const int64_t* next_blocks = nullptr;
+  if (block_numbers) {
+    check_length(exp_avg_scales, tensors, "exp_avg_scales");
+    check_length(exp_avg_sq_scales, tensors, "exp_avg_sq_scales");
+    next_blocks = values<int64_t>(*block_numbers, ScalarType::Long, 2 * tensors, "block_numbers");
+  }
   LayoutWriter writer;
   writer.number(static_cast<int64_t>(tensors));
   writer.number(amsgrad);
   writer.number(has_masters);
+  writer.number(block_numbers.has_value());
   writer.number(numbers.has_value());
   const int64_t* next_numbers = nullptr;
   if (numbers) {
@@ -74,17 +100,27 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
   for (size_t t = 0; t < tensors; ++t) {
     const View param(params[t]), exp_avg_sq(exp_avg_sqs[t]);
     const View averaged = amsgrad ? View(max_exp_avg_sqs[t]) : exp_avg_sq;
-    const WalkOrder order(averaged);
+    const int64_t columns =
+        block_numbers ? coded_columns(exp_avgs[t], exp_avg_sqs[t], exp_avg_scales[t], exp_avg_sq_scales[t]) : 0;
+    const WalkOrder order(columns ? exp_avg_sq : averaged);
     check_dtype(param, "param");
     writer.number(param.numel());
     writer.number(computes_in_double(averaged));
+    if (block_numbers) {
+      // Where whole blocks follow one another in memory, and in number, rows need not be told apart.
+      const bool is_one_row = columns && columns % CODE_BLOCK == 0 && next_blocks[1] == columns / CODE_BLOCK;
+      writer.number(is_one_row ? param.numel() : columns);
+      writer.number(next_blocks[0]);
+      writer.number(next_blocks[1]);
+      next_blocks += 2;
+    }
     writer.layout(param, order);
-    const auto write = [&](const View& view, const char* name) {
-      check_like(view, param, name);
+    const auto write = [&](const View& view, const char* name, bool is_code = false) {
+      check_like(view, param, name, is_code);
       writer.layout(view, order);
     };
-    write(View(exp_avgs[t]), "exp_avg");
-    write(exp_avg_sq, "exp_avg_sq");
+    write(View(exp_avgs[t]), "exp_avg", columns);
+    write(exp_avg_sq, "exp_avg_sq", columns);
     if (amsgrad) write(averaged, "max_exp_avg_sq");
     if (has_masters) write(View(masters[t]), "master");
     write(View(grads[t]), "grad");
@@ -98,13 +134,15 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
 }
 
 OperandsReader::OperandsReader(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
-    : at_(values<int64_t>(layouts, ScalarType::Long, 4, "layouts")),
+    : at_(values<int64_t>(layouts, ScalarType::Long, 5, "layouts")),
       size_(static_cast<size_t>(at_[0])),
       amsgrad_(at_[1]),
       masters_(at_[2]),
-      numbered_(at_[3]) {
-  at_ += 4;
-  addresses_ = values<int64_t>(addresses, ScalarType::Long, (3 + amsgrad_ + masters_) * size_, "addresses");
+      coded_(at_[3]),
+      numbered_(at_[4]) {
+  at_ += 5;
+  const size_t lists = 3 + amsgrad_ + masters_ + 2 * coded_;
+  addresses_ = values<int64_t>(addresses, ScalarType::Long, lists * size_, "addresses");
   grad_addresses_ = values<int64_t>(grad_addresses, ScalarType::Long, size_, "grad_addresses");
 }
 
@@ -113,6 +151,10 @@ Operands OperandsReader::next() {
   Operands x;
   x.numel = *at_++;
   x.in_double = *at_++;
+  if (coded_) {
+    if (at_[0]) x.coded = CodedMoments{{}, at_[0], at_[1], at_[2]};
+    at_ += 3;
+  }
   size_t list = 0;
   const auto read = [&] { return operand(addresses_[list++ * size_ + tensor], x.numel); };
   x.param = read();
@@ -120,6 +162,13 @@ Operands OperandsReader::next() {
   x.exp_avg_sq = read();
   x.averaged = amsgrad_ ? read() : x.exp_avg_sq;
   if (masters_) x.master = read();
+  if (x.coded) {
+    const auto scales = [&] { return reinterpret_cast<float*>(addresses_[list++ * size_ + tensor]); };
+    x.coded->blocks.exp_avg = reinterpret_cast<int8_t*>(x.exp_avg.data());
+    x.coded->blocks.root = reinterpret_cast<uint8_t*>(x.exp_avg_sq.data());
+    x.coded->blocks.exp_avg_scales = scales();
+    x.coded->blocks.root_scales = scales();
+  }
   x.has_grad = grad_addresses_[tensor] != NO_GRAD;
   x.grad = operand(grad_addresses_[tensor], x.numel);
   if (numbered_) {

@@ -9,7 +9,8 @@
 STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def(
       "layouts(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] masters, "
-      "Tensor[] grads, Tensor? numbers) -> Tensor");
+      "Tensor[] exp_avg_scales, Tensor[] exp_avg_sq_scales, Tensor[] grads, Tensor? numbers, Tensor? block_numbers) -> "
+      "Tensor");
   m.def(
       "gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor "
       "groups, Tensor hyper) -> "
@@ -22,13 +23,13 @@ STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def(
       "update_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
       "groups, Tensor tensor_ids, "
-      "Tensor hyper, Tensor exp_avg_sq_mean, Tensor? grad_factor, Tensor? skip, int? rounding_seed) -> Tensor");
+      "Tensor hyper, Tensor exp_avg_sq_mean, Tensor? grad_factor, Tensor? skip, int seed) -> Tensor");
   m.def(
       "step_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
       "groups, Tensor tensor_ids, "
       "Tensor hyper, float? max_grad_norm, bool lagged, Tensor? grad_scale, Tensor? found_inf, bool skip_nonfinite, "
-      "int? rounding_seed) -> Tensor");
-  m.def("exp_avg_sq_sums(Tensor[] exp_avg_sqs) -> Tensor");
+      "int seed) -> Tensor");
+  m.def("exp_avg_sq_sums(Tensor[] averaged, Tensor[] scales, int[] columns) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }
 

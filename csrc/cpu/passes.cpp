@@ -57,7 +57,6 @@ class Walk {
 
   size_t size() const { return operands_.size(); }
   bool amsgrad() const { return amsgrad_; }
-  bool numbered() const { return numbered_; }
   const std::vector<Operands>& operands() const { return operands_; }
 
   // Elements that have a gradient.
@@ -76,7 +75,8 @@ class Walk {
   double max_exp_avg_sq_hat_sum(const TensorScalars& of, double grad_factor) const {
     const auto scalars =
         of.each([&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
-    const auto sums = chunks_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+    const auto sums = updates_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+      if (operands_[t].coded) return max_exp_avg_sq_coded_chunk(operands_[t], scalars[t].as<float>(), begin, end);
       return operands_[t].in_double ? max_exp_avg_sq_chunk<double>(operands_[t], scalars[t], begin, end)
                                     : max_exp_avg_sq_chunk<float>(operands_[t], scalars[t].as<float>(), begin, end);
     });
@@ -93,9 +93,13 @@ class Walk {
       return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
     });
     const auto emitted =
-        chunks_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
+        updates_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
           const Operands& x = operands_[t];
-          const auto key = rounding.key(t, of.step(t));
+          const uint32_t moments_key = rounding.key(t, of.step(t));
+          const RoundingKey key = x.numbers ? RoundingKey(moments_key) : std::nullopt;
+          if (x.coded) {
+            return update_coded_chunk(x, amsgrad_, scalars[t].as<float>(), moments_key, key, begin, end);
+          }
           return x.in_double ? update_chunk<double>(x, amsgrad_, scalars[t], key, begin, end)
                              : update_chunk<float>(x, amsgrad_, scalars[t].as<float>(), key, begin, end);
         });
@@ -110,17 +114,18 @@ class Walk {
   }
 
  private:
-  explicit Walk(OperandsReader reader)
-      : chunks_(reader.size()), amsgrad_(reader.amsgrad()), numbered_(reader.numbered()) {
+  explicit Walk(OperandsReader reader) : chunks_(reader.size()), updates_(reader.size()), amsgrad_(reader.amsgrad()) {
     operands_.reserve(reader.size());
     for (size_t t = 0; t < reader.size(); ++t) {
       operands_.push_back(reader.next());
-      chunks_.add_tensor(operands_.back().has_grad ? operands_.back().numel : 0);
+      const Operands& x = operands_.back();
+      chunks_.add_tensor(x.has_grad ? x.numel : 0);
+      updates_.add_tensor(!x.has_grad ? 0 : x.coded ? walked_numel(x.numel, x.coded->columns) : x.numel);
     }
   }
 
-  ChunkWalk chunks_;
-  bool amsgrad_, numbered_;
+  ChunkWalk chunks_, updates_;  // over elements; over elements, and in place of coded ones over their blocks
+  bool amsgrad_;
   std::vector<Operands> operands_;
 };
 
@@ -154,10 +159,10 @@ Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor grou
 
 Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
                Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
-               std::optional<Tensor> skip, std::optional<int64_t> rounding_seed) {
+               std::optional<Tensor> skip, int64_t seed) {
   const Walk walk(layouts, addresses, grad_addresses);
   const TensorScalars of(walk.size(), steps, groups, hyper);
-  const Rounding rounding(rounding_seed, tensor_ids, walk.size(), walk.numbered());
+  const Rounding rounding(seed, tensor_ids, walk.size());
   double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
@@ -169,11 +174,10 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
 
 Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
              Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
-             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
-             std::optional<int64_t> rounding_seed) {
+             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite, int64_t seed) {
   const Walk walk(layouts, addresses, grad_addresses);
   const TensorScalars of(walk.size(), steps, groups, hyper);
-  const Rounding rounding(rounding_seed, tensor_ids, walk.size(), walk.numbered());
+  const Rounding rounding(seed, tensor_ids, walk.size());
   double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
@@ -199,18 +203,24 @@ Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor
   return results({exp_avg_sq_mean, grad_norm, skip ? 1.0 : 0.0});
 }
 
-Tensor exp_avg_sq_sums(TensorList exp_avg_sqs) {
-  ChunkWalk walk(exp_avg_sqs.size());
+Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64_t> columns) {
+  STD_TORCH_CHECK(columns.empty() || (scales.size() == averaged.size() && columns.size() == averaged.size()),
+                  "swd_fused: scales and columns must be empty or as many as averaged");
+  ChunkWalk walk(averaged.size());
   std::vector<std::vector<Run>> runs;
   std::vector<Operand> operands;
-  for (const Tensor& tensor : exp_avg_sqs) {
-    const View view(tensor);
-    check_dtype(view, "exp_avg_sq");
-    walk.add_tensor(view.numel());
-    runs.push_back(runs_of(view, WalkOrder(view)));
+  std::vector<const float*> scale_addresses;
+  for (size_t t = 0; t < averaged.size(); ++t) {
+    const View view(averaged[t]);
+    const bool is_coded = !columns.empty() && columns[t];
+    if (view.dtype != ScalarType::Byte || !is_coded) check_dtype(view, "exp_avg_sq");
+    walk.add_tensor(is_coded ? walked_numel(view.numel(), columns[t]) : view.numel());
+    scale_addresses.push_back(is_coded ? static_cast<const float*>(scales[t].data_ptr()) : nullptr);
+    runs.push_back(runs_of(view, is_coded ? WalkOrder::along_rows() : WalkOrder(view)));
     operands.emplace_back(view.data, view.dtype, Positions(runs.back().data(), runs.back().size()));
   }
   return results(walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
+    if (scale_addresses[t]) return stored_coded_chunk(operands[t], scale_addresses[t], columns[t], begin, end);
     return operands[t].is_double() ? stored_chunk<double>(operands[t], begin, end)
                                    : stored_chunk<float>(operands[t], begin, end);
   }));

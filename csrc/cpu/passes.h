@@ -28,21 +28,21 @@ Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresse
 // Instead of pass 1: the sum of v^ as the step before left it, and its count, over tensors that have taken a step.
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper);
 
-// Pass 2: writes to these tensors. With a seed, bfloat16 parameters are rounded stochastically. Advances `steps`,
-// leaves the next step's `sums`, and returns the sum of grad^2.
+// Pass 2: writes to these tensors. Codes are rounded stochastically, and bfloat16 parameters where layouts have
+// numbers. Advances `steps`, leaves the next step's `sums`, and returns the sum of grad^2.
 Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
                Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
-               std::optional<Tensor> skip, std::optional<int64_t> rounding_seed);
+               std::optional<Tensor> skip, int64_t seed);
 
 // Both passes and the number between them, where these tensors are all there are. `grad_scale` and `found_inf` are
 // float32 numbers as torch.amp.GradScaler has them. Returns exp_avg_sq_mean, the gradients' norm, and whether the step
 // was skipped.
 Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
              Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
-             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
-             std::optional<int64_t> rounding_seed);
+             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite, int64_t seed);
 
-// By tensor, the `sums` that `update_` leaves, bit for bit, from what is stored.
-Tensor exp_avg_sq_sums(TensorList exp_avg_sqs);
+// By tensor, the `sums` that `update_` leaves, bit for bit, from what is stored. For tensors whose moments are codes
+// `columns` is that of OperandsReader, and 0 for the others; without any codes it is empty.
+Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64_t> columns);
 
 }  // namespace swd

@@ -55,20 +55,16 @@ class TensorScalars {
   const Hyper* hyper_;
 };
 
-// How bfloat16 parameters are rounded: to nearest, or with a seed stochastically. `tensor_ids` tell tensors apart.
+// The keys of stochastic rounding. `tensor_ids` tell tensors apart.
 class Rounding {
  public:
-  Rounding(std::optional<int64_t> seed, const Tensor& tensor_ids, size_t tensors, bool numbered)
-      : seed_(seed), ids_(seed ? values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids") : nullptr) {
-    STD_TORCH_CHECK(!seed || numbered, "swd_fused: a rounding seed needs layouts that were given numbers");
-  }
-  std::optional<uint32_t> key(int64_t tensor, double step) const {
-    if (!seed_) return std::nullopt;
-    return rounding_key(*seed_, ids_[tensor], step);
-  }
+  Rounding(int64_t seed, const Tensor& tensor_ids, size_t tensors)
+      : seed_(seed), ids_(values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids")) {}
+
+  uint32_t key(int64_t tensor, double step) const { return rounding_key(seed_, ids_[tensor], step); }
 
  private:
-  std::optional<int64_t> seed_;
+  int64_t seed_;
   const int64_t* ids_;
 };
 

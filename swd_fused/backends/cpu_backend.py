@@ -12,6 +12,7 @@ from torch import Tensor
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
 from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
 from swd_fused.bucket import Bucket
+from swd_fused.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.schedule import Gate
 
 ops = torch.ops.swd_fused
@@ -53,15 +54,18 @@ class CpuBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, _seed(bucket))[0]
+        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
-        numbers = gate.max_grad_norm, lagged, *scale, _seed(bucket)
+        numbers = gate.max_grad_norm, lagged, *scale, bucket.options.seed
         return _written(bucket, ops.step_, *numbers)
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
-        sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged)
+        columns = [0] * len(bucket.params) if bucket.coded else []
+        for index in bucket.coded:
+            columns[index] = _columns(bucket, index)
+        sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged, bucket.exp_avg_sq_scales, columns)
         return sums
 
 
@@ -80,9 +84,9 @@ class Operands:
         if 0 in seen.grads:
             check_memory(bucket)
         if self._seen.others != seen.others:
-            kept = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters
+            kept = bucket.params, *bucket.state_tensors
             try:
-                layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket))
+                layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
             except RuntimeError:
                 check_memory(bucket)  # explains what the operator, which is faster, has refused
                 raise
@@ -94,14 +98,26 @@ class Operands:
 
 
 def _numbers(bucket: Bucket) -> Tensor | None:
-    """The numbers of all elements as csrc/operands.h wants them, if rounding is stochastic."""
+    """The numbers of all elements as csrc/cpu/operands.h wants them, if rounding is stochastic."""
     if not bucket.element_numbers:
         return None
     return int64s(chain.from_iterable((numbers.first, *numbers.strides) for numbers in bucket.element_numbers))
 
 
-def _seed(bucket: Bucket) -> int | None:
-    return bucket.options.seed if bucket.options.stochastic_rounding else None
+def _block_numbers(bucket: Bucket) -> Tensor | None:
+    """The numbers of all blocks as csrc/cpu/operands.h wants them, if there are any."""
+    if not bucket.coded:
+        return None
+    none = BlockNumbers(0, 0)
+    return int64s(chain.from_iterable(bucket.block_numbers.get(index, none) for index in range(len(bucket.params))))
+
+
+def _columns(bucket: Bucket, index: int) -> int:
+    """The length of rows as csrc/cpu/operands.cpp has it: of the whole tensor where all its blocks follow one another."""
+    shape = bucket.params[index].shape
+    columns = rows_and_columns(shape)[1]
+    is_one_row = columns % BLOCK == 0 and bucket.block_numbers[index].pitch == columns // BLOCK
+    return shape.numel() if is_one_row else columns
 
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
@@ -130,11 +146,13 @@ def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
 
 def _fake_layouts(*args: Any) -> Tensor:
     """Returns layouts of the length that csrc/cpu/operands.cpp gives them."""
-    *lists, numbers = args
+    *kept, _, _, grads, numbers, block_numbers = args
+    lists = [*kept, grads]
     if numbers is not None:  # which are laid out as a tensor is
         lists.append(lists[0])
     described = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
-    return _fake(lists, 4 + 2 * len(lists[0]) + described, torch.int64)
+    of_each = 2 if block_numbers is None else 5
+    return _fake(lists, 5 + of_each * len(lists[0]) + described, torch.int64)
 
 
 def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:
