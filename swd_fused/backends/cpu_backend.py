@@ -113,7 +113,7 @@ def _block_numbers(bucket: Bucket) -> Tensor | None:
 
 
 def _columns(bucket: Bucket, index: int) -> int:
-    """The length of rows as csrc/cpu/operands.cpp has it: of the whole tensor where all its blocks follow one another."""
+    """The length of rows as csrc/cpu/operands.cpp has it: of the whole tensor where its blocks follow one another."""
     shape = bucket.params[index].shape
     columns = rows_and_columns(shape)[1]
     is_one_row = columns % BLOCK == 0 and bucket.block_numbers[index].pitch == columns // BLOCK

@@ -45,25 +45,36 @@ Lists = list[list[torch.Tensor]]
 
 def lists(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> Lists:
     optional = tensors() if amsgrad else [], tensors() if masters else []
-    return [tensors(dtype), tensors(), tensors(), *optional, tensors(dtype)]
+    return [tensors(dtype), tensors(), tensors(), *optional, [], [], tensors(dtype)]
+
+
+def coded_lists() -> Lists:
+    """The second tensor's moments are codes."""
+    params, exp_avgs, exp_avg_sqs, grads = ([torch.rand(5), torch.rand(20, 300)] for _ in range(4))
+    exp_avgs[1], exp_avg_sqs[1] = torch.zeros(20, 300, dtype=torch.int8), torch.zeros(20, 300, dtype=torch.uint8)
+    scales = [[torch.empty(0), torch.ones(20, 2)] for _ in range(2)]
+    return [params, exp_avgs, exp_avg_sqs, [], [], *scales, grads]
 
 
 def numbers_of(params: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([number for param in params for number in (0, *param.stride())])
 
 
-def described(lists: Lists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def described(lists: Lists, numbered: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
     kept = torch.tensor(list(chain.from_iterable(addresses[:-1])))
-    return ops.layouts(*lists, numbers_of(lists[0])), kept, torch.tensor(addresses[-1])
+    numbers = numbers_of(lists[0]) if numbered else None
+    return ops.layouts(*lists, numbers, None), kept, torch.tensor(addresses[-1])
 
 
 KEPT = []  # what operators are told the addresses of
 
 
-def operands(dtype: torch.dtype, **options: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    dtype: torch.dtype, numbered: bool = False, **options: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     KEPT.append(lists(dtype, **options))
-    return described(KEPT[-1])
+    return described(KEPT[-1], numbered)
 
 
 def update_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[object, ...]:
@@ -76,18 +87,19 @@ def step_args(dtype: torch.dtype, *scalars: object, **options: bool) -> tuple[ob
 
 
 CALLS = [
-    ("layouts", lambda: (*lists(torch.float32), None)),
-    ("layouts", lambda: (*lists(torch.bfloat16, amsgrad=True, masters=True), numbers_of(tensors()))),
+    ("layouts", lambda: (*lists(torch.float32), None, None)),
+    ("layouts", lambda: (*coded_lists(), None, torch.tensor([0, 0, 0, 2]))),
+    ("layouts", lambda: (*lists(torch.bfloat16, amsgrad=True, masters=True), numbers_of(tensors()), None)),
     ("gradient_sums", lambda: (*operands(torch.bfloat16), SUMS, STEPS, GROUPS, hyper())),
     ("max_exp_avg_sq_sum", lambda: (*operands(torch.float32, amsgrad=True), STEPS, GROUPS, hyper(), FACTOR)),
     ("last_exp_avg_sq_sum", lambda: (SUMS, STEPS, torch.arange(4), GROUPS, hyper())),
-    ("update_", lambda: update_args(torch.float32, None, None, None)),
-    ("update_", lambda: update_args(torch.float16, FACTOR, None, None, amsgrad=True, masters=True)),
-    ("update_", lambda: update_args(torch.bfloat16, FACTOR, SKIP, 3)),
-    ("step_", lambda: step_args(torch.bfloat16, 1.0, False, SCALE, FOUND, False, 3, amsgrad=True)),
-    ("step_", lambda: step_args(torch.float32, None, True, None, None, False, None)),
-    ("step_", lambda: step_args(torch.bfloat16, None, False, None, None, True, None, masters=True)),
-    ("exp_avg_sq_sums", lambda: (tensors(),)),
+    ("update_", lambda: update_args(torch.float32, None, None, 0)),
+    ("update_", lambda: update_args(torch.float16, FACTOR, None, 0, amsgrad=True, masters=True)),
+    ("update_", lambda: update_args(torch.bfloat16, FACTOR, SKIP, 3, numbered=True)),
+    ("step_", lambda: step_args(torch.bfloat16, 1.0, False, SCALE, FOUND, False, 3, numbered=True, amsgrad=True)),
+    ("step_", lambda: step_args(torch.float32, None, True, None, None, False, 0)),
+    ("step_", lambda: step_args(torch.bfloat16, None, False, None, None, True, 0, masters=True)),
+    ("exp_avg_sq_sums", lambda: (tensors(), [], [])),
     ("advise_huge_pages", lambda: (torch.empty(1000),)),
 ]
 
@@ -104,10 +116,10 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
             exp_avg, exp_avg_sq, max_exp_avg_sq, grad = ([torch.rand(numel)] for _ in range(4))
             param = [torch.rand(2 * numel)[::2]]
             averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
-            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], grad])
+            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], [], [], grad])
             sums, index = torch.zeros(1, dtype=torch.float64), torch.tensor([0])
-            grad_sum = ops.update_(sums, torch.zeros(1), *of_these, index, index, hyper(), MEAN, None, None, None)
-            assert torch.equal(sums, ops.exp_avg_sq_sums(averaged))
+            grad_sum = ops.update_(sums, torch.zeros(1), *of_these, index, index, hyper(), MEAN, None, None, 0)
+            assert torch.equal(sums, ops.exp_avg_sq_sums(averaged, [], []))
             torch.testing.assert_close(sums, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
             torch.testing.assert_close(grad_sum, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
 
@@ -125,10 +137,10 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
         table[0, 5] = max_decay
-        lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [zeros.to(dtype)]]
+        lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [], [], [zeros.to(dtype)]]
         index = GROUPS[:1]
         sums, steps = SUMS[:1].clone(), torch.zeros(1)
-        ops.update_(sums, steps, *described(lists), index, index, table, MEAN, None, None, None)
+        ops.update_(sums, steps, *described(lists), index, index, table, MEAN, None, None, 0)
         expected = (values.to(computes_in) * torch.tensor(1 - max_decay, dtype=computes_in)).to(dtype)
         torch.testing.assert_close(param, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -136,11 +148,15 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
 def test_operators_check_what_they_are_given() -> None:
     good = lists(torch.float32)
     with pytest.raises(RuntimeError, match="grad must be float32, float64, bfloat16 or float16"):
-        ops.layouts(*good[:-1], [grad.int() for grad in good[-1]], None)
+        ops.layouts(*good[:-1], [grad.int() for grad in good[-1]], None, None)
     with pytest.raises(RuntimeError, match="got 3 exp_avgs for 4 parameters"):
-        ops.layouts(good[0], good[1][:3], *good[2:], None)
+        ops.layouts(good[0], good[1][:3], *good[2:], None, None)
     with pytest.raises(RuntimeError, match="exp_avg must have its parameter's shape"):
-        ops.layouts(good[0], good[1][::-1], *good[2:], None)
+        ops.layouts(good[0], good[1][::-1], *good[2:], None, None)
+    coded = coded_lists()
+    coded[-2][1] = torch.ones(20, 3)
+    with pytest.raises(RuntimeError, match="scales must be contiguous, float32, one for each block"):
+        ops.layouts(*coded, None, torch.tensor([0, 0, 0, 2]))
     layouts, addresses, grads = described(good)
     with pytest.raises(
         RuntimeError, match="steps must be contiguous, of the documented dtype, with at least 4 elements"

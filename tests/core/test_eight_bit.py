@@ -1,0 +1,379 @@
+"""Moments in 8 bits: what is stored, by each backend as by the definition, and how it is saved, loaded and refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS, eight_bit
+from tests.eight_bit_definition import WRONG, EightBitAdamS, Group
+from tests.runs import error, is_interpreted, random_grads, random_params, run, steps_for, to_numpy
+
+# Rows of whole blocks, with a short last one, and shorter than a block; vectors; more dimensions; and small tensors.
+SHAPES = [(20, 256), (17, 300), (130, 32), (4200,), (3, 40, 50), (9, 3, 3, 64), (40,), (5, 5)]
+SMALL_SHAPES = [(2, 256), (2, 300), (3, 32), (300,), (40,), (5, 5)]
+CODED_KEYS = {"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_root_codes", "exp_avg_sq_root_scales"}
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_too(backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter tensors are smaller, and so is the smallest that is coded."""
+    if is_interpreted(backend_name):
+        monkeypatch.setattr(eight_bit, "LEAST_NUMEL", 90)
+
+
+@pytest.fixture
+def backend_name(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("backend") if "backend" in request.fixturenames else "torch"  # type: ignore[no-any-return]
+
+
+def shapes_for(backend: str) -> list[tuple[int, ...]]:
+    return SMALL_SHAPES if is_interpreted(backend) else SHAPES
+
+
+def one_group(params: list[Any], **options: Any) -> list[dict[str, Any]]:
+    return [{"params": params, "lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), **options}]
+
+
+def coded_keys(optimizer: FusedAdamS) -> list[bool]:
+    return ["exp_avg_codes" in optimizer.state[param] for param in optimizer.numbered_params()]
+
+
+def second_moments(optimizer: FusedAdamS) -> list[Tensor]:
+    moments = []
+    for param in optimizer.numbered_params():
+        state = optimizer.state[param]
+        if "exp_avg_sq" in state:
+            moments.append(state["exp_avg_sq"])
+        else:
+            codes, scales = state["exp_avg_sq_root_codes"], state["exp_avg_sq_root_scales"]
+            moments.append(eight_bit.decoded("exp_avg_sq", codes, scales))
+    return moments
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_grad_norm": 0.5},
+    {"schedule": "lagged"},
+    {"amsgrad": True},
+    {"decay": "decoupled", "weight_decay": 0.1},
+    {"maximize": True, "seed": 2**40 + 3},
+]
+
+
+@pytest.mark.backends(split=True)
+def test_against_the_definition(backend: str) -> None:
+    """To float32's rounding, but for the few codes that it changes. What is wrong on purpose is much further off."""
+    shapes = shapes_for(backend)
+    params, grads = random_params(shapes), random_grads(shapes, steps_for(backend, 6))
+    start = [to_numpy(param) for param in params]
+    optimizer = FusedAdamS(one_group(params), state_dtype="8bit", backend=backend)
+    run(params, grads, optimizer)
+    errors = {}
+    for definition in (EightBitAdamS, *WRONG):
+        judge = definition(start, [Group(**one_group(list(range(len(params))))[0])])
+        judge.least_numel = eight_bit.LEAST_NUMEL
+        for step_grads in grads:
+            judge.step([to_numpy(grad) for grad in step_grads])
+        moved = float(np.sqrt(np.mean([np.mean((a - b) ** 2) for a, b in zip(judge.params, start, strict=True)])))
+        errors[definition] = error(params, judge.params) / moved
+        if definition is EightBitAdamS:
+            assert error(second_moments(optimizer), judge.exp_avg_sq) < 1e-4 * float(judge.exp_avg_sq_mean)
+            assert float(optimizer.exp_avg_sq_mean) == pytest.approx(float(judge.exp_avg_sq_mean), rel=1e-6)
+    right = errors.pop(EightBitAdamS)
+    assert right < 1e-4
+    assert all(wrong > 10 * right and wrong > 1e-3 for wrong in errors.values()), errors
+
+
+@pytest.mark.backends(without=("torch",), split=True)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_codes_on_all_backends(backend: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    shapes = shapes_for(backend)
+    grads = random_grads(shapes, steps_for(backend, 5), dtype)
+    grads[-1] = [None if i == 1 else grad for i, grad in enumerate(grads[-1])]  # type: ignore[misc]
+    states, results = [], []
+    for name in ("torch", backend):
+        torch.manual_seed(0)
+        params = random_params(shapes, dtype)
+        extra = {"stochastic_rounding": True} if dtype == torch.bfloat16 else {}
+        optimizer = FusedAdamS(one_group(params), state_dtype="8bit", backend=name, **{**options, **extra})
+        run(params, grads, optimizer)
+        states.append([optimizer.state[param] for param in params])
+        results.append(params)
+    differing = total = 0
+    for own, other in zip(*states, strict=True):
+        assert own.keys() == other.keys()
+        for key in own:
+            is_apart = ~torch.isclose(own[key].float(), other[key].float(), rtol=1e-4, atol=1e-6)
+            differing, total = differing + int(is_apart.sum()), total + is_apart.numel()
+            if key.endswith("codes"):
+                assert int((own[key].int() - other[key].int()).abs().max()) <= 1
+    assert total
+    assert differing <= 2e-4 * total + 1
+    for param, other in zip(*results, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"schedule": "lagged", "seed": 7}),
+        (torch.float32, {"amsgrad": True, "max_grad_norm": 0.5}),
+        (torch.bfloat16, {"stochastic_rounding": True}),
+        (torch.bfloat16, {"master_weights": True, "schedule": "lagged"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_same_to_the_bit(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    shapes = shapes_for(backend)
+    steps = steps_for(backend, 8)
+    params, grads = random_params(shapes, dtype), random_grads(shapes, steps, dtype)
+    optimizer = FusedAdamS(one_group(params), state_dtype="8bit", backend=backend, **options)
+    run(params, grads[: steps // 2], optimizer)
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "params": params}, file)
+    run(params, grads[steps // 2 :], optimizer)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
+    peer = FusedAdamS(one_group(resumed), state_dtype="8bit", backend=backend, **options)
+    peer.load_state_dict(saved["optimizer"])
+    run(resumed, grads[steps // 2 :], peer)
+    for param, other in zip(params, resumed, strict=True):
+        assert torch.equal(param, other)
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(value, peer.state[other][key])
+    assert float(optimizer.exp_avg_sq_mean) == float(peer.exp_avg_sq_mean)
+
+
+@pytest.mark.backends(interpreted=False)
+def test_layouts_change_no_code(backend: str) -> None:
+    """Blocks are of rows, and so are random bits, whatever the strides are."""
+    shapes = [(64, 300), (8, 16, 8, 8)]
+    grads = random_grads(shapes, 4)
+    formats = [lambda p: p, lambda p: p.transpose(0, 1).contiguous().transpose(0, 1)]
+    results = []
+    for laid_out in formats:
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(laid_out(param.detach())) for param in random_params(shapes)]
+        optimizer = FusedAdamS(one_group(params, amsgrad=True), state_dtype="8bit", backend=backend)
+        run(params, grads, optimizer)
+        results.append([*params, *(optimizer.state[p]["exp_avg_codes"] for p in params)])
+    for own, other in zip(*results, strict=True):
+        if own.is_floating_point():  # their decay is rounded with a sum that follows memory
+            torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(own, other)
+
+
+@pytest.mark.backends(interpreted=False)
+def test_the_sum_of_what_is_stored_has_no_bias(backend: str) -> None:
+    """Rounded to nearest it would fall behind, by more from step to step."""
+    torch.manual_seed(3)
+    sizes = torch.rand(64, 512).pow(4)  # codes of all sizes within a block
+    params = [torch.nn.Parameter(torch.zeros(64, 512))]
+    optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
+    shadow = torch.zeros(64, 512, dtype=torch.float64)
+    for t in range(300):
+        params[0].grad = torch.randn(64, 512) * sizes / (1 + t / 100)
+        shadow = 0.999 * shadow + 0.001 * params[0].grad.double().square()
+        optimizer.step()
+    (stored,) = second_moments(optimizer)
+    assert float(stored.double().sum() / shadow.sum()) == pytest.approx(1, abs=3e-3)
+
+
+def test_no_second_moment_vanishes(backend: str) -> None:
+    """A weight whose second moment rounds to zero would take a step divided by eps."""
+    params = random_params([(4, 1024)])
+    start = params[0].detach().clone()
+    optimizer = FusedAdamS(params, lr=1e-3, state_dtype="8bit", backend=backend)
+    grad = torch.full((4, 1024), 1e-6)
+    grad[:, ::256] = 1.0
+    for _ in range(3):
+        run(params, [[grad]], optimizer)
+        (second,) = second_moments(optimizer)
+        assert (second > 0).all()
+    assert float((params[0].detach() - start).abs().max()) < 5e-3
+
+
+def test_zero_gradients_change_nothing(backend: str) -> None:
+    """Loaders of checkpoints take such a step on a fresh optimizer."""
+    params = random_params([(4, 1024)])
+    start = params[0].detach().clone()
+    optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
+    run(params, [[torch.zeros(4, 1024)]] * 2, optimizer)
+    assert torch.equal(params[0], start)
+    assert not second_moments(optimizer)[0].any()
+
+
+def test_a_gradient_that_is_not_finite_is_not_forgotten(backend: str) -> None:
+    """It takes its block with it, and the others stay as they are. With skip_nonfinite nothing is changed."""
+    for skip in (False, True):
+        params = random_params([(4, 1024)])
+        optimizer = FusedAdamS(params, state_dtype="8bit", skip_nonfinite=skip, backend=backend)
+        run(params, [[torch.ones(4, 1024)]], optimizer)
+        before = copy.deepcopy(optimizer.state_dict()["state"][0])
+        grad = torch.ones(4, 1024)
+        grad[1, 300] = -torch.nan
+        run(params, [[grad]], optimizer)
+        (second,) = second_moments(optimizer)
+        is_lost = torch.zeros(4, 1024, dtype=torch.bool)
+        if skip:
+            assert all(torch.equal(value, optimizer.state[params[0]][key]) for key, value in before.items())
+        else:
+            is_lost[1, 256:512] = True
+        assert torch.equal(second.isnan(), is_lost)
+
+
+# --- Which tensors
+
+
+def test_small_tensors_and_short_rows_keep_float32(backend: str) -> None:
+    shapes = [(64, 64), (4095,), (4096,), (1024, 15), (1024, 16), ()]
+    params = random_params(shapes)
+    if is_interpreted(backend):
+        pytest.skip("the size that is asked for is another one there")
+    optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
+    run(params, [[torch.randn(shape) for shape in shapes]], optimizer)
+    assert coded_keys(optimizer) == [True, False, True, False, True, False]
+    assert optimizer.state[params[0]].keys() == CODED_KEYS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_wide_and_complex_parameters_keep_their_precision(backend: str, dtype: torch.dtype) -> None:
+    params = [torch.nn.Parameter(torch.randn(8, 512, dtype=dtype))]
+    optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
+    run(params, [[torch.randn(8, 512, dtype=dtype)]], optimizer)
+    assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
+
+
+def test_a_group_may_have_its_own(backend: str) -> None:
+    shapes = [(8, 512), (8, 512), (8, 512)]
+    params = random_params(shapes)
+    groups = [{"params": params[0]}, {"params": params[1], "state_dtype": None}]
+    groups.append({"params": params[2], "state_dtype": torch.bfloat16})
+    optimizer = FusedAdamS(groups, state_dtype="8bit", backend=backend)
+    run(params, [[torch.randn(shape) for shape in shapes]], optimizer)
+    assert coded_keys(optimizer) == [True, False, False]
+    assert [optimizer.state[param]["exp_avg"].dtype for param in params[1:]] == [torch.float32, torch.bfloat16]
+    with pytest.raises(ValueError, match="state_dtype='4bit', wanted one of"):
+        optimizer.add_param_group({"params": random_params([(5,)]), "state_dtype": "4bit"})
+
+
+# --- Loading
+
+
+def trained(options: dict[str, Any], steps: int = 3, shape: tuple[int, ...] = (16, 300)) -> FusedAdamS:
+    torch.manual_seed(0)
+    params = random_params([shape])
+    optimizer = FusedAdamS(params, **options)
+    run(params, random_grads([shape], steps), optimizer)
+    return optimizer
+
+
+def test_float32_state_loads_into_8_bits_and_back(backend: str) -> None:
+    wide = trained({"backend": backend})
+    narrow = trained({"backend": backend, "state_dtype": "8bit"}, steps=0)
+    narrow.load_state_dict(wide.state_dict())
+    (param,) = narrow.numbered_params()
+    assert narrow.state[param].keys() == CODED_KEYS
+    (before,) = second_moments(wide)
+    (after,) = second_moments(narrow)
+    assert float((before.sqrt() - after.sqrt()).abs().max()) <= 0.51 / 255 * float(before.sqrt().max())
+    back = trained({"backend": backend}, steps=0)
+    back.load_state_dict(narrow.state_dict())
+    (own,) = back.numbered_params()
+    assert torch.equal(back.state[own]["exp_avg_sq"], after)
+    for optimizer in (narrow, back):  # both go on
+        run(list(optimizer.numbered_params()), random_grads([(16, 300)], 2), optimizer)
+
+
+def test_adamw_state_loads_into_8_bits() -> None:
+    params = random_params([(16, 300)])
+    adamw = torch.optim.AdamW(params)
+    run(params, random_grads([(16, 300)], 2), adamw)
+    optimizer = trained({"state_dtype": "8bit"}, steps=0)
+    with pytest.warns(UserWarning, match="comes from another optimizer"):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert coded_keys(optimizer) == [True]
+
+
+def test_copies_and_pickles_go_on_alike() -> None:
+    import pickle
+
+    optimizer = trained({"state_dtype": "8bit"})
+    grads = random_grads([(16, 300)], 2)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for each in (optimizer, *copies):
+        run(list(each.numbered_params()), grads, each)
+    for each in copies:
+        assert torch.equal(each.numbered_params()[0], optimizer.numbered_params()[0])
+
+
+def broken(key: str, change: Any) -> dict[str, Any]:
+    state_dict = copy.deepcopy(trained({"state_dtype": "8bit"}).state_dict())
+    if change is None:
+        del state_dict["state"][0][key]
+    else:
+        state_dict["state"][0][key] = change(state_dict["state"][0][key])
+    return state_dict
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("exp_avg_scales", None, "has .*, but no exp_avg_scales"),
+        ("exp_avg_sq_root_codes", None, "but no exp_avg_sq_root_codes"),
+        ("exp_avg_sq_root_codes", lambda codes: codes.float(), "has torch.float32, wanted torch.uint8"),
+        ("exp_avg_codes", lambda codes: codes[:8], r"has shape \(8, 300\), the parameter has \(16, 300\)"),
+        ("exp_avg_scales", lambda scales: scales.repeat(1, 2), r"whose blocks of 256 elements have \(16, 2\)"),
+        ("exp_avg_scales", lambda scales: -scales, "negative"),
+        ("exp_avg_scales", lambda scales: 3, "is a int, wanted a tensor"),
+    ],
+)
+def test_damaged_state_is_refused_before_anything_is_written(key: str, change: Any, message: str) -> None:
+    optimizer = trained({"state_dtype": "8bit"})
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(broken(key, change))
+    (own,) = optimizer.state_dict()["state"].values()
+    assert all(torch.equal(value, own[name]) for name, value in before["state"][0].items())
+
+
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize("key", ["exp_avg_sq_root_codes", "exp_avg_sq_root_scales"])
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_writes_by_others_are_seen(backend: str, key: str, schedule: str) -> None:
+    """A second moment that somebody has changed has another sum."""
+    results = []
+    for resumes in (False, True):
+        optimizer = trained({"state_dtype": "8bit", "backend": backend, "schedule": schedule})
+        (param,) = optimizer.numbered_params()
+        value = optimizer.state[param][key]
+        value.copy_(value // 2 + 1 if key.endswith("codes") else value * 2)
+        if resumes:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+        run([param], random_grads([(16, 300)], 1), optimizer)
+        results.append((param.detach().clone(), float(optimizer.exp_avg_sq_mean)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_state_of_the_wrong_shape_is_refused_at_a_step(backend: str) -> None:
+    optimizer = trained({"state_dtype": "8bit", "backend": backend})
+    (param,) = optimizer.numbered_params()
+    before = param.detach().clone()
+    optimizer.state[param]["exp_avg_scales"] = torch.zeros(16, 3)
+    with pytest.raises(RuntimeError, match=r"state of shape \(16, 3\).*wanted \(16, 2\)"):
+        run([param], random_grads([(16, 300)], 1), optimizer)
+    assert torch.equal(param, before)
