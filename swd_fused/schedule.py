@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from swd_fused import captures
-from swd_fused.options import Decay, check_group
+from swd_fused.group_checks import check_group
+from swd_fused.options import Decay
 from swd_fused.transfer import from_host, to_device
 
 

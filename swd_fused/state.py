@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
-from swd_fused.options import MASTER, Options, check_group
+from swd_fused.group_checks import check_group
+from swd_fused.options import MASTER, Options
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
