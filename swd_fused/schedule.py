@@ -36,7 +36,7 @@ class Sums(NamedTuple):
     numel: Tensor  # the number of elements
 
     def mean(self, grad_factor: Tensor | None, total_numel: int | None) -> Tensor:
-        """Returns exp_avg_sq_mean: the one number that the schedule depends on."""
+        """Returns exp_avg_sq_mean, on which the schedule depends."""
         fresh = self.fresh if grad_factor is None else grad_factor.square() * self.fresh
         return (self.carried + fresh) / (self.numel.clamp(min=1) if total_numel is None else total_numel)
 
