@@ -82,7 +82,7 @@ class SumsByTensor:
         dtype = scalar_dtype(self.device)
         values = [value.to(dtype) for value in self._values]
         if self._indices == list(range(self._count)) and values:
-            return torch.cat(values)
+            return values[0] if len(values) == 1 else torch.cat(values)
         total = torch.zeros(self._count, dtype=dtype, device=self.device)
         if values:
             indices = from_host(torch.tensor(self._indices, device="cpu"), self.device)
@@ -155,7 +155,8 @@ def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
     limit = batch_limit(tensor)
     ordered = tensor if tensor.is_contiguous() else in_memory_order(tensor)
     if ordered.is_contiguous():
-        yield from torch.split(ordered.view(-1), limit)
+        flat = ordered.view(-1)
+        yield from [flat] if flat.numel() <= limit else torch.split(flat, limit)
     else:
         yield from (piece for _, (piece,) in slabs((ordered,), limit))
 
