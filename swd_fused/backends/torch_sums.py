@@ -111,10 +111,12 @@ def squared_norms(matrix: Tensor) -> Tensor:
 
 
 def squared_norms_in_own_dtype(matrix: Tensor) -> Tensor:
-    rest = matrix.shape[1] % ROW
-    body, tail = (matrix, None) if not rest else (matrix[:, :-rest], matrix[:, -rest:])
-    sums: Tensor = torch.linalg.vector_norm(body.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
-    return sums if tail is None else sums + torch.linalg.vector_norm(tail, dim=1).double().square_()
+    whole = matrix.shape[1] // ROW * ROW
+    if whole < matrix.shape[1]:
+        tail: Tensor = torch.linalg.vector_norm(matrix[:, whole:], dim=1).double().square_()
+        return tail if not whole else squared_norms_in_own_dtype(matrix[:, :whole]) + tail
+    sums: Tensor = torch.linalg.vector_norm(matrix.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
+    return sums
 
 
 def widened(tensors: TensorList) -> list[Tensor]:
