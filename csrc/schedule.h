@@ -22,6 +22,12 @@ inline double bias_correction(double beta, double step, const Hyper& hyper) {
   return 1 - hyper.corrects_bias * std::pow(beta, step);
 }
 
+// The mean of v^ over `numel` elements, from the sums between the passes: what v^ has of the steps before, and what it
+// gets from this step's gradients before they are multiplied by `grad_factor`.
+inline double mean_of_sums(double carried, double fresh, double grad_factor, double numel) {
+  return (carried + grad_factor * grad_factor * fresh) / std::max(1.0, numel);
+}
+
 // What weights are multiplied by. A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which
 // would spread to all weights.
 inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {

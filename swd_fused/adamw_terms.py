@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.options import Options, check_match_adamw
+from swd_fused.options import Decay, Options, is_number, message
 from swd_fused.schedule import Hyper, hyper_rows
+
+CALIBRATION_STEPS = 100
 
 
 class InAdamWTerms(Optimizer):
@@ -66,6 +69,15 @@ class InAdamWTerms(Optimizer):
             if group["weight_decay"] > 0:
                 group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
 
+    def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+        if "adamw_weight_decay" in group:
+            steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
+            return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
+        if group.get("weight_decay") == 0:
+            return checked_calibration(None, None, self.options.decay)
+        return {}
+
     def _count_calibration_step(self) -> None:
         for group in self.param_groups:
             if group["calibration_steps"]:
@@ -83,3 +95,47 @@ class InAdamWTerms(Optimizer):
             if 0 < mean < math.inf:
                 group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
                 group["adamw_weight_decay"] = None
+
+
+def checked_calibration(weight_decay: float | None, steps: int | None, decay: Decay) -> dict[str, Any]:
+    """Returns `adamw_weight_decay` and `calibration_steps` as a group has them."""
+    if weight_decay is None:
+        if steps:
+            raise ValueError(
+                f"FusedAdamS got calibration_steps={steps!r} without adamw_weight_decay, which needs them."
+            )
+        return {"adamw_weight_decay": None, "calibration_steps": 0}
+    if decay != "scheduled":
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={weight_decay!r} with decay={decay!r}, which is AdamW's or Adam's own. "
+            "Use weight_decay."
+        )
+    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(message("adamw_weight_decay", weight_decay, "a finite number >= 0, as AdamW takes it"))
+    steps = CALIBRATION_STEPS if steps is None else steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(message("calibration_steps", steps, "a whole number > 0", "The warm-up is a good choice."))
+    return {"adamw_weight_decay": weight_decay, "calibration_steps": steps}
+
+
+def check_some_group_decays(adamw_weight_decay: float | None, groups: Sequence[Mapping[str, Any]]) -> None:
+    if adamw_weight_decay and not any(group["adamw_weight_decay"] for group in groups):
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r}, but all parameter groups have weight_decay=0 "
+            "and so do not decay. Leave weight_decay out of the groups that should (in Hugging Face's "
+            "TrainingArguments give it the same value as adamw_weight_decay)."
+        )
+
+
+def check_match_adamw(weight_decay: float, decay: Decay, groups: Sequence[Mapping[str, Any]]) -> None:
+    if decay != "scheduled":
+        raise ValueError(
+            f"match_adamw is for the schedule, but this optimizer has decay={decay!r}. Set weight_decay instead."
+        )
+    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(message("match_adamw(weight_decay)", weight_decay, "a finite number >= 0, as AdamW takes it"))
+    if weight_decay > 0 and not any(group["weight_decay"] > 0 for group in groups):
+        raise ValueError(
+            f"match_adamw got weight_decay={weight_decay!r}, but all parameter groups have weight_decay=0, and it "
+            "changes only groups that decay. Give those that should decay a weight_decay > 0 first, of any size."
+        )

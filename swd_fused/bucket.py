@@ -15,7 +15,8 @@ from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
 from swd_fused.eight_bit import CODES, SCALES, block_numbers
 from swd_fused.element_numbers import element_numbers
-from swd_fused.options import Options, check_grads
+from swd_fused.group_checks import check_grads
+from swd_fused.options import Options
 from swd_fused.schedule import Hyper, HyperRow, bias_corrections, scalar_dtype
 from swd_fused.state import check_state
 from swd_fused.transfer import HostCopy, can_be_read_later, from_host, is_fake

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding
+from swd_fused.group_checks import check_grads
 from swd_fused.moments import has_moments
-from swd_fused.options import Options, StateDtype, check_grads
+from swd_fused.options import Options, StateDtype
 from swd_fused.schedule import HyperRow, HyperRows
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
@@ -14,14 +13,13 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import backends
+from swd_fused.adamw_terms import check_some_group_decays, checked_calibration
 from swd_fused.bucket import Bucket
-from swd_fused.buckets import Buckets
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
-from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
 from swd_fused.gradient_release import GradientRelease
+from swd_fused.group_checks import check_new_group, check_params
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -31,23 +29,17 @@ from swd_fused.options import (
     StateDtype,
     check_backend_name,
     check_compatibility,
-    check_new_group,
-    check_not_in_backward,
-    check_params,
     check_schedule,
-    check_some_group_decays,
     check_total_numel,
     check_total_numel_covers,
     check_use_of_precision,
     check_use_of_seed,
-    checked_calibration,
     checked_options,
     warn_of_lost_updates,
 )
 from swd_fused.state import (
     adopt_masters,
     check_state_dict,
-    initialized,
     loaded_group,
     loaded_state,
     other_entries,
@@ -55,8 +47,7 @@ from swd_fused.state import (
     with_separate_steps,
 )
 from swd_fused.step import TakesSteps
-from swd_fused.sums import FromCallerInParts, PassOne, StepBefore
-from swd_fused.transfer import is_fake
+from swd_fused.sums import PassOne, StepBefore
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (
@@ -168,7 +159,7 @@ class FusedAdamS(TakesSteps):
         self.backend = backend
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
+        self.grad_sumsq_provider = None
         self._sharded_over = ShardedOver.checked(process_group)
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning(is_fresh=True)
@@ -221,15 +212,6 @@ class FusedAdamS(TakesSteps):
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
-
-    def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
-        if "adamw_weight_decay" in group:
-            steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
-            return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
-        if group.get("weight_decay") == 0:
-            return checked_calibration(None, None, self.options.decay)
-        return {}
 
     # --- The step
 
@@ -293,17 +275,9 @@ class FusedAdamS(TakesSteps):
         """
         return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
-    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
-        check_not_in_backward(grad_sumsq)
-        if grad_sumsq is None and numel is not None:
-            raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
-        if grad_sumsq is None and self.grad_sumsq_provider is not None:
-            grad_sumsq, numel = self.grad_sumsq_provider()
-        self._take_step([param.grad for param in self.numbered_params()], grad_sumsq, numel)
-
     # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
-    _untraced_step = _disable_dynamo(_eager_step)
+    _untraced_step = _disable_dynamo(TakesSteps._eager_step)
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
@@ -327,16 +301,6 @@ class FusedAdamS(TakesSteps):
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def _staged_state(self, state: dict[str, Any], param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        return initialized(dict(state), param, self.options, group, self._backend_of(param)[0])
-
-    # --- Backends
-
-    def _backend_of(self, param: Tensor) -> tuple[backends.Backend, str]:
-        # Where there is no memory nothing is computed, and only plain operations know what comes out.
-        name = "torch" if is_fake(param) and not param.is_meta else self.backend
-        return backends.choose(name, param.device, param.dtype.to_real())
 
     def __repr__(self) -> str:
         chosen = {self._backend_of(param)[1]: None for group in self.param_groups for param in group["params"]}
@@ -405,20 +369,3 @@ class FusedAdamS(TakesSteps):
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()
         self._decay_warning = DecayWarning()
-
-    def _forget(self) -> None:
-        """Resets the logged mean and norm to NaN, and everything that is kept beside the state."""
-        self._start_anew()
-        self._last = torch.full((3,), math.nan, device="cpu")
-
-    def _start_anew(self) -> None:
-        """Drops everything that is kept from step to step beside the state."""
-        self._ranks = Ranks(self._sharded_over)
-        self._buckets = self._new_buckets()
-        self._step_before.forget()
-        self._in_parts = FromCallerInParts()
-
-    def _new_buckets(self) -> Buckets:
-        return Buckets(
-            self.options, lambda param: self._backend_of(param)[0], self._ranks.sharding_of, self._staged_state
-        )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from swd_fused import captures
-from swd_fused.options import Decay, check_group
+from swd_fused.group_checks import check_group
+from swd_fused.options import Decay
 from swd_fused.transfer import from_host, to_device
 
 
@@ -35,7 +36,7 @@ class Sums(NamedTuple):
     numel: Tensor  # the number of elements
 
     def mean(self, grad_factor: Tensor | None, total_numel: int | None) -> Tensor:
-        """Returns exp_avg_sq_mean: the one number that the schedule depends on."""
+        """Returns exp_avg_sq_mean, on which the schedule depends."""
         fresh = self.fresh if grad_factor is None else grad_factor.square() * self.fresh
         return (self.carried + fresh) / (self.numel.clamp(min=1) if total_numel is None else total_numel)
 
@@ -132,9 +133,13 @@ class Hyper:
     def __init__(self, rows: list[HyperRow], device: torch.device) -> None:
         self.numbers = rows
         self.table = from_host(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
+        self._columns: dict[str, Tensor] = {}
 
     def column(self, name: str) -> Tensor:
-        return self.table[:, HyperRow._fields.index(name)]
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = self.table[:, HyperRow._fields.index(name)]
+        return column
 
     def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Copies learning rates that are tensors, on the device, in each step: schedulers change them in place."""
@@ -204,10 +209,14 @@ def _is_tensor(value: object) -> bool:
 
 def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both bias corrections of each tensor at these step counts."""
-    steps = steps.to(hyper.table.dtype)
     corrects_bias = hyper.column("corrects_bias")[groups]
     beta1, beta2 = hyper.column("beta1")[groups], hyper.column("beta2")[groups]
-    return 1 - corrects_bias * beta1**steps, 1 - corrects_bias * beta2**steps
+    return bias_correction(beta1, corrects_bias, steps), bias_correction(beta2, corrects_bias, steps)
+
+
+def bias_correction(beta: Tensor, corrects_bias: Tensor, steps: Tensor) -> Tensor:
+    """Returns 1 - beta^steps by tensor, in beta's dtype; or 1 where bias is not corrected."""
+    return 1 - corrects_bias * beta**steps
 
 
 def clip_factor(grad_norm: Tensor, max_grad_norm: float) -> Tensor:

@@ -18,8 +18,9 @@ from torch import Tensor
 from swd_fused import moments
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
 from swd_fused.eight_bit import BLOCK, CODE_DTYPES, CODES, SCALES, scales_shape
+from swd_fused.group_checks import check_group
 from swd_fused.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
-from swd_fused.options import MASTER, Options, check_group
+from swd_fused.options import MASTER, Options
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import repeat
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swd_fused import captures
+from swd_fused import backends, captures
 from swd_fused.adamw_terms import InAdamWTerms
-from swd_fused.bucket import Bucket
+from swd_fused.bucket import Bucket, Group
 from swd_fused.buckets import Buckets
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
+from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.moments import has_moments
+from swd_fused.options import BackendName
 from swd_fused.schedule import Gate, StepScalars
+from swd_fused.state import initialized
 from swd_fused.sums import (
     FromCaller,
     FromCallerInParts,
@@ -28,7 +34,7 @@ from swd_fused.sums import (
     skip_on_all_ranks,
     stored_sum,
 )
-from swd_fused.transfer import from_host, to_device
+from swd_fused.transfer import from_host, is_fake, to_device
 
 
 class TakesSteps(InAdamWTerms):
@@ -37,6 +43,9 @@ class TakesSteps(InAdamWTerms):
     max_grad_norm: float | None
     schedule: str
     total_numel: int | None
+    backend: BackendName
+    grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None
+    _sharded_over: ShardedOver | None
     _ranks: Ranks
     _buckets: Buckets
     _pass_one: PassOne
@@ -63,6 +72,14 @@ class TakesSteps(InAdamWTerms):
     def collective(self, check: bool = True) -> Collective:
         """Returns the all-reduces over the ranks that share this optimizer's parameters."""
         return self._ranks.collective(self.param_groups, check)
+
+    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        check_not_in_backward(grad_sumsq)
+        if grad_sumsq is None and numel is not None:
+            raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
+        if grad_sumsq is None and self.grad_sumsq_provider is not None:
+            grad_sumsq, numel = self.grad_sumsq_provider()
+        self._take_step([param.grad for param in self.numbered_params()], grad_sumsq, numel)
 
     def _take_step(self, grads: list[Tensor | None], grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
@@ -197,3 +214,42 @@ class TakesSteps(InAdamWTerms):
         ]
         states = [(self._ranks.sharding_of(param, group), self.state[param]) for param, group in params]
         return stored_sum(states, self._ranks.collective_of(params))
+
+    # --- What is kept from step to step
+
+    def _forget(self) -> None:
+        """Resets the logged mean and norm to NaN, and everything that is kept beside the state."""
+        self._start_anew()
+        self._last = torch.full((3,), math.nan, device="cpu")
+
+    def _start_anew(self) -> None:
+        """Drops everything that is kept from step to step beside the state."""
+        self._ranks = Ranks(self._sharded_over)
+        self._buckets = self._new_buckets()
+        self._step_before.forget()
+        self._in_parts = FromCallerInParts()
+
+    def _new_buckets(self) -> Buckets:
+        return Buckets(
+            self.options, lambda param: self._backend_of(param)[0], self._ranks.sharding_of, self._staged_state
+        )
+
+    def _staged_state(self, state: dict[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
+        return initialized(dict(state), param, self.options, group, self._backend_of(param)[0])
+
+    def _backend_of(self, param: Tensor) -> tuple[backends.Backend, str]:
+        # Where there is no memory nothing is computed, and only plain operations know what comes out.
+        name = "torch" if is_fake(param) and not param.is_meta else self.backend
+        return backends.choose(name, param.device, param.dtype.to_real())
+
+
+def check_not_in_backward(grad_sumsq: object) -> None:
+    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
+    if grad_sumsq is None and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
+            "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
+            'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+            "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+            "step() after backward() ends the step."
+        )

@@ -67,10 +67,10 @@ class PassOne:
 
 
 def _pass1(bucket: Bucket) -> Tensor:
-    grad_sq, carried, fresh = bucket.backend.pass1(bucket).unbind()
+    sums = bucket.backend.pass1(bucket)
     if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
-        carried = fresh = torch.zeros_like(grad_sq)
-    return torch.stack([grad_sq, carried, fresh, bucket.count])
+        sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
+    return torch.cat([sums, bucket.count.reshape(1)])
 
 
 class Left(NamedTuple):

@@ -50,24 +50,24 @@ class AdamS:
         self.grad_norm = wide(np.nan)
 
     def step(self, grads: list[Array | None]) -> None:
-        active = [(group, i) for group in self.groups for i in group.params if grads[i] is not None]
-        if not active:
+        with_grad = [(group, i) for group in self.groups for i in group.params if grads[i] is not None]
+        if not with_grad:
             return
-        g = {i: wide(grads[i]) for _, i in active}
+        g = {i: wide(grads[i]) for _, i in with_grad}
         self.grad_norm = np.sqrt(sum((x * x).sum() for x in g.values()))
         if self.max_grad_norm is not None:
             clip = min(wide(1.0), self.max_grad_norm / (self.grad_norm + wide(1e-6)))
             g = {i: x * clip for i, x in g.items()}
-        for group, i in active:
+        for group, i in with_grad:
             beta1, beta2 = group.betas
             x = -g[i] if group.maximize else g[i]
             self.steps[i] += 1
             self.exp_avg[i] = beta1 * self.exp_avg[i] + (1 - beta1) * x
             self.exp_avg_sq[i] = beta2 * self.exp_avg_sq[i] + (1 - beta2) * x * x
             self.max_exp_avg_sq[i] = np.maximum(self.max_exp_avg_sq[i], self.exp_avg_sq[i])
-        self.exp_avg_sq_mean = self.mean(active)
-        for group, i in active:
-            mean = self.mean_for(i, active)
+        self.exp_avg_sq_mean = self.mean(with_grad)
+        for group, i in with_grad:
+            mean = self.mean_for(i, with_grad)
             shrink = group.lr * group.weight_decay / (np.sqrt(mean) + group.eps) if mean > 0 else 0.0
             decay_factor = 1 - min(shrink, group.max_decay)
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group.betas[0], i)
@@ -81,34 +81,34 @@ class AdamS:
         second = self.max_exp_avg_sq[i] if group.amsgrad else self.exp_avg_sq[i]
         return second / self.bias_correction(group.betas[1], i)
 
-    def mean(self, active: list[tuple[Group, int]]) -> Array:
-        count = sum(self.params[i].size for _, i in active)
-        return sum(self.exp_avg_sq_hat(group, i).sum() for group, i in active) / max(count, 1)
+    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
+        count = sum(self.params[i].size for _, i in with_grad)
+        return sum(self.exp_avg_sq_hat(group, i).sum() for group, i in with_grad) / max(count, 1)
 
-    def mean_for(self, i: int, active: list[tuple[Group, int]]) -> Array:
+    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
         return self.exp_avg_sq_mean
 
 
 class MeanPerTensor(AdamS):
     """Wrong: each tensor has a schedule of its own."""
 
-    def mean_for(self, i: int, active: list[tuple[Group, int]]) -> Array:
-        return self.mean([(group, j) for group, j in active if j == i])
+    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
+        return self.mean([(group, j) for group, j in with_grad if j == i])
 
 
 class MeanPerGroup(AdamS):
     """Wrong: each group has a schedule of its own."""
 
-    def mean_for(self, i: int, active: list[tuple[Group, int]]) -> Array:
-        own = next(group for group, j in active if j == i)
-        return self.mean([(group, j) for group, j in active if group is own])
+    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
+        own = next(group for group, j in with_grad if j == i)
+        return self.mean([(group, j) for group, j in with_grad if group is own])
 
 
 class MeanOfDecayingOnly(AdamS):
     """Wrong: groups without decay are left out of the mean."""
 
-    def mean(self, active: list[tuple[Group, int]]) -> Array:
-        return super().mean([(group, i) for group, i in active if group.weight_decay > 0])
+    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
+        return super().mean([(group, i) for group, i in with_grad if group.weight_decay > 0])
 
 
 class NoBiasCorrection(AdamS):
@@ -135,15 +135,15 @@ class MeanOfStepBefore(AdamS):
         if self.before is not None:
             self.exp_avg_sq_mean = self.before
 
-    def mean_for(self, i: int, active: list[tuple[Group, int]]) -> Array:
+    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
         return self.exp_avg_sq_mean if self.before is None else self.before
 
 
 class MeanNotClipped(AdamS):
     """Wrong with clipping: the schedule sees gradients as they were before."""
 
-    def mean(self, active: list[tuple[Group, int]]) -> Array:
-        mean = super().mean(active)
+    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
+        mean = super().mean(with_grad)
         clip = min(wide(1.0), self.max_grad_norm / self.grad_norm) if self.max_grad_norm else wide(1.0)
         return mean / clip**2
 

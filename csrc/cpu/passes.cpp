@@ -181,26 +181,25 @@ Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor
   double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
-  double factor = unscale, exp_avg_sq_mean = 0, grad_norm = 0;
+  double factor = unscale, mean = 0, grad_norm = 0;
   if (lagged) {
     const LastSums last(sums_, [&](size_t t) { return walk.operands()[t].numel; }, walk.size(), of);
-    exp_avg_sq_mean = last.total / std::max(1.0, last.count);
+    mean = mean_of_sums(last.total, 0, 1, last.count);
     if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
   } else {
     const GradientSums pass1(walk.gradient_sums(), walk.operands(), sums_, of);
     grad_norm = unscale * std::sqrt(pass1.grad);
     if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
-    const double hat_sum =
-        walk.amsgrad() ? walk.max_exp_avg_sq_hat_sum(of, factor) : pass1.carried + factor * factor * pass1.fresh;
-    exp_avg_sq_mean = hat_sum / static_cast<double>(std::max<int64_t>(1, walk.count()));
+    const double numel = static_cast<double>(walk.count());
+    mean = walk.amsgrad() ? mean_of_sums(walk.max_exp_avg_sq_hat_sum(of, factor), 0, 1, numel)
+                          : mean_of_sums(pass1.carried, pass1.fresh, factor, numel);
     skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
   }
   if (!skip) {
-    const double updated =
-        walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, exp_avg_sq_mean, factor, rounding);
+    const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, mean, factor, rounding);
     if (lagged) grad_norm = unscale * std::sqrt(updated);
   }
-  return results({exp_avg_sq_mean, grad_norm, skip ? 1.0 : 0.0});
+  return results({mean, grad_norm, skip ? 1.0 : 0.0});
 }
 
 Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64_t> columns) {

@@ -34,7 +34,7 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
                Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
                std::optional<Tensor> skip, int64_t seed);
 
-// Both passes and the number between them, where these tensors are all there are. `grad_scale` and `found_inf` are
+// Both passes and the mean between them, where these tensors are all there are. `grad_scale` and `found_inf` are
 // float32 numbers as torch.amp.GradScaler has them. Returns exp_avg_sq_mean, the gradients' norm, and whether the step
 // was skipped.
 Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,

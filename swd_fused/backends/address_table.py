@@ -1,6 +1,6 @@
 """Addresses of a bucket's tensors, for kernels that take no tensors, and what must be compared before each step.
 
-Writes through an address are not counted by torch, and memory that was freed is not noticed by a kernel.
+Writes through an address are not counted by torch, and kernels read memory that was freed as if it were still there.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class CpuBackend:
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
-        numbers = gate.max_grad_norm, lagged, *scale, bucket.options.seed
-        return _written(bucket, ops.step_, *numbers)
+        arguments = gate.max_grad_norm, lagged, *scale, bucket.options.seed
+        return _written(bucket, ops.step_, *arguments)
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         columns = [0] * len(bucket.params) if bucket.coded else []
@@ -124,10 +124,10 @@ def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
     return bucket.steps, bucket.groups, bucket.hyper.table
 
 
-def _written(bucket: Bucket, op: Callable[..., Tensor], *numbers: object) -> Tensor:
+def _written(bucket: Bucket, op: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Calls an operator that writes to the bucket's tensors."""
     read = *bucket.plan.tensors, bucket.groups, bucket.tensor_ids, bucket.hyper.table
-    result = op(bucket.sums, bucket.steps, *read, *numbers)
+    result = op(bucket.sums, bucket.steps, *read, *arguments)
     # Writes through addresses are not counted, and autograd relies on the count to refuse a backward through weights
     # that have changed since the forward.
     bucket.count_writes()

@@ -57,8 +57,11 @@ class TorchBackend:
 
     def pass1(self, bucket: Bucket) -> Tensor:
         grad_sums = sums_of_squares(bucket.grads)
-        beta2, bias_correction2 = by_tensor(bucket, "beta2"), bias_corrections_of(bucket)[1]
-        carried = torch.where(bucket.has_grad, beta2 * bucket.sums / bias_correction2, 0.0)
+        beta2, corrects_bias = beta2_of(bucket) if bucket.plan is None else bucket.plan.beta2_of(bucket)
+        bias_correction2 = schedule.bias_correction(beta2, corrects_bias, bucket.steps + 1)
+        carried = beta2 * bucket.sums / bias_correction2
+        if not bucket.has_all_grads:
+            carried = torch.where(bucket.has_grad, carried, 0.0)
         fresh = (1 - beta2) * grad_sums / bias_correction2
         return torch.stack([grad_sums, carried, fresh]).sum(1)
 
@@ -145,6 +148,7 @@ class Plan:
         self.steps = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
         self._seen: list[object] = []
         self._fitting: list[int] = []  # indices of tensors that fit torch's fused kernel
+        self._beta2: tuple[Hyper, tuple[Tensor, Tensor]] | None = None  # by tensor, of these hyper-parameters
 
     def refresh(self, bucket: Bucket) -> None:
         """Checks the tensors of a step."""
@@ -155,6 +159,12 @@ class Plan:
         lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
         self._fitting = [index for index, tensors in enumerate(zip(*lists, strict=True)) if fits_fused_kernel(tensors)]
         self._seen = seen.others
+
+    def beta2_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Does what the function does, and only when a hyper-parameter has changed."""
+        if self._beta2 is None or self._beta2[0] is not bucket.hyper:
+            self._beta2 = bucket.hyper, beta2_of(bucket)
+        return self._beta2[1]
 
     def indices_for_fused_kernel(self, bucket: Bucket) -> list[int]:
         """Returns which tensors with a gradient torch's fused Adam kernel updates as the definition has it.
@@ -375,6 +385,11 @@ def scaled(grads: TensorList, sign: float, grad_factor: Tensor | None) -> list[T
 
 def by_tensor(bucket: Bucket, column: str) -> Tensor:
     return bucket.hyper.column(column)[bucket.groups]
+
+
+def beta2_of(bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Returns beta2 of each tensor, and 1 where its bias is corrected."""
+    return by_tensor(bucket, "beta2"), by_tensor(bucket, "corrects_bias")
 
 
 def bias_corrections_of(bucket: Bucket) -> tuple[Tensor, Tensor]:

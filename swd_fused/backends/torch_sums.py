@@ -82,7 +82,7 @@ class SumsByTensor:
         dtype = scalar_dtype(self.device)
         values = [value.to(dtype) for value in self._values]
         if self._indices == list(range(self._count)) and values:
-            return torch.cat(values)
+            return values[0] if len(values) == 1 else torch.cat(values)
         total = torch.zeros(self._count, dtype=dtype, device=self.device)
         if values:
             indices = from_host(torch.tensor(self._indices, device="cpu"), self.device)
@@ -111,10 +111,12 @@ def squared_norms(matrix: Tensor) -> Tensor:
 
 
 def squared_norms_in_own_dtype(matrix: Tensor) -> Tensor:
-    rest = matrix.shape[1] % ROW
-    body, tail = (matrix, None) if not rest else (matrix[:, :-rest], matrix[:, -rest:])
-    sums: Tensor = torch.linalg.vector_norm(body.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
-    return sums if tail is None else sums + torch.linalg.vector_norm(tail, dim=1).double().square_()
+    whole = matrix.shape[1] // ROW * ROW
+    if whole < matrix.shape[1]:
+        tail: Tensor = torch.linalg.vector_norm(matrix[:, whole:], dim=1).double().square_()
+        return tail if not whole else squared_norms_in_own_dtype(matrix[:, :whole]) + tail
+    sums: Tensor = torch.linalg.vector_norm(matrix.view(len(matrix), -1, ROW), dim=2).double().square_().sum(1)
+    return sums
 
 
 def widened(tensors: TensorList) -> list[Tensor]:
@@ -155,7 +157,8 @@ def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
     limit = batch_limit(tensor)
     ordered = tensor if tensor.is_contiguous() else in_memory_order(tensor)
     if ordered.is_contiguous():
-        yield from torch.split(ordered.view(-1), limit)
+        flat = ordered.view(-1)
+        yield from [flat] if flat.numel() <= limit else torch.split(flat, limit)
     else:
         yield from (piece for _, (piece,) in slabs((ordered,), limit))
 

@@ -40,8 +40,8 @@ class Collective:
         parts: dict[Sharding, list[Tensor]] = {sharding: [] for sharding in self._shardings}
         for sharding, row in rows:
             parts[sharding].append(to_device(row, self.device))
-        zero = torch.zeros(width, dtype=scalar_dtype(self.device), device=self.device)
-        return Reduction({sharding: added(rows, zero) for sharding, rows in parts.items()}, self._groups, zero)
+        sums = {sharding: added(rows, width, self.device) for sharding, rows in parts.items()}
+        return Reduction(sums, self._groups, self.device)
 
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
@@ -62,12 +62,12 @@ class Reduction:
     model's own communication.
     """
 
-    def __init__(self, sums: dict[Sharding, Tensor], groups: Sequence[dist.ProcessGroup], zero: Tensor) -> None:
+    def __init__(self, sums: dict[Sharding, Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._arrived = sums
         self._travelling: list[tuple[dist.Work, list[Sharding], Tensor]] = []
         self._order = {group: position for position, group in enumerate(groups)}
         self._groups = list(groups)
-        self._zero = zero
+        self._device = device
         while self._groups and not any(self._groups[0] in sharding for sharding in self._shardings_travelling()):
             self._send()
 
@@ -89,7 +89,8 @@ class Reduction:
         group = self._groups.pop(0)
         shardings = [sharding for sharding in self._arrived if group in sharding]
         shardings.sort(key=lambda sharding: [self._order[other] for other in sharding])  # rows too must agree
-        rows = torch.stack([self._arrived.pop(sharding) for sharding in shardings]).to(device_for(group, self._zero))
+        rows = torch.stack([self._arrived.pop(sharding) for sharding in shardings])
+        rows = rows.to(device_for(group, rows))
         work = dist.all_reduce(rows, group=group, async_op=True)
         rest = [tuple(other for other in sharding if other is not group) for sharding in shardings]
         self._travelling.append((work, rest, rows))
@@ -97,14 +98,14 @@ class Reduction:
     def _receive(self) -> None:
         for work, shardings, rows in self._travelling:
             work.wait()
-            for sharding, row in zip(shardings, rows.to(self._zero.device).unbind(), strict=True):
+            for sharding, row in zip(shardings, rows.to(self._device).unbind(), strict=True):
                 self._arrived[sharding] = self._arrived[sharding] + row if sharding in self._arrived else row
         self._travelling = []
 
 
-def added(rows: Sequence[Tensor], zero: Tensor) -> Tensor:
+def added(rows: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
     if not rows:
-        return zero
+        return torch.zeros(width, dtype=scalar_dtype(device), device=device)
     return rows[0] if len(rows) == 1 else torch.stack(list(rows)).sum(0)
 
 

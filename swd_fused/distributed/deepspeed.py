@@ -33,7 +33,7 @@ def follow(engine: Any) -> None:
     params = [param for param in engine.module.parameters() if param.requires_grad]
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in params)
 
-    def known() -> tuple[float | Tensor, int]:
+    def sum_and_count() -> tuple[float | Tensor, int]:
         """The norm is that before the engine clips, which it has done by now."""
         norm = zero._global_grad_norm
         if zero.clip_grad > 0:
@@ -41,4 +41,4 @@ def follow(engine: Any) -> None:
         return norm**2, numel
 
     optimizer.sum_over(ShardedOver(zero.dp_process_group))
-    optimizer.grad_sumsq_provider = known
+    optimizer.grad_sumsq_provider = sum_and_count

@@ -37,7 +37,7 @@ class Ranks:
     def collective(self, groups: Sequence[Group], check: bool) -> Collective:
         """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same.
 
-        `check` is for steps that depend on it, so that shards which do not look like any must be noticed.
+        `check` is for steps whose result would be wrong if a parameter were a shard without looking like one.
         """
         if not is_distributed():
             firsts = [(param, group) for group in groups for param in group["params"][:1]]

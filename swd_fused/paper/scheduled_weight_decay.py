@@ -99,26 +99,26 @@ class ScheduledWeightDecay(Optimizer):
 
     @torch.no_grad()
     def _decay(self) -> None:
-        active = [
+        with_grad = [
             (index, param)
             for index, group in enumerate(self.param_groups)
             for param in group["params"]
             if param.grad is not None
         ]
-        if not active:
+        if not with_grad:
             return
-        home = active[0][1].device
-        averages = {param: self._updated(param, _beta2(self.param_groups[index])) for index, param in active}
+        home = with_grad[0][1].device
+        averages = {param: self._updated(param, _beta2(self.param_groups[index])) for index, param in with_grad}
         total = sum(
             average.exp_avg_sq_sum.to(home) / (1 - _beta2(self.param_groups[index]) ** average.step)
-            for (index, _), average in zip(active, averages.values(), strict=True)
+            for (index, _), average in zip(with_grad, averages.values(), strict=True)
         )
         assert isinstance(total, Tensor)
-        count = sum(_elements(param) for _, param in active)
+        count = sum(_elements(param) for _, param in with_grad)
         self._averages.update(averages)
         self.exp_avg_sq_mean = total / max(1, count)
         factors = schedule.decay_factor(self.exp_avg_sq_mean, self._hyper()).unbind()
-        for index, param in active:
+        for index, param in with_grad:
             if self.param_groups[index][LAMBDA] != 0:
                 param.mul_(factors[index].to(param.device, param.dtype.to_real()))
         self._decay_warning.note(self.exp_avg_sq_mean, _schedule_groups(self.param_groups))

@@ -23,6 +23,7 @@ LAYERS = [
     ["captures"],
     ["transfer"],
     ["options", "param_groups"],
+    ["group_checks"],
     ["distributed.sharding", "schedule"],
     ["distributed.collective", "distributed.wrappers", "element_numbers", "decay_warning"],
     ["distributed.ranks", "stochastic_rounding"],

@@ -42,20 +42,20 @@ def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("numel", [None, NUMEL])
 @pytest.mark.parametrize("max_grad_norm", [None, 2.0])
-def test_a_known_sum_gives_the_same_step(backend: str, max_grad_norm: float | None, numel: int | None) -> None:
+def test_a_given_sum_gives_the_same_step(backend: str, max_grad_norm: float | None, numel: int | None) -> None:
     params, grads, optimizer = prepared(backend, max_grad_norm=max_grad_norm)
     reference = defined(params, grads, GROUPS, max_grad_norm=max_grad_norm, lr=0.01)
     for t, step_grads in enumerate(grads):
         set_grads(params, step_grads)
-        known = sumsq(step_grads)
-        optimizer.step(grad_sumsq=known if t % 2 else float(known), numel=numel)
+        given = sumsq(step_grads)
+        optimizer.step(grad_sumsq=given if t % 2 else float(given), numel=numel)
     assert error(params, reference.params) < 1e-14
     torch.testing.assert_close(float(optimizer.exp_avg_sq_mean), float(reference.exp_avg_sq_mean), rtol=1e-12, atol=0)
     torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("numel", [None, NUMEL])
-def test_a_known_sum_without_bias_correction(backend: str, numel: int | None) -> None:
+def test_a_given_sum_without_bias_correction(backend: str, numel: int | None) -> None:
     class Uncorrected(AdamS):
         def bias_correction(self, beta: float, i: int) -> np.ndarray:
             return wide(1.0)
@@ -68,7 +68,7 @@ def test_a_known_sum_without_bias_correction(backend: str, numel: int | None) ->
     assert error(params, reference.params) < 1e-14
 
 
-def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither gradients nor moments are read before the update, but for the first time."""
     params, grads, optimizer = prepared(backend)
     set_grads(params, grads[0])
@@ -82,29 +82,29 @@ def test_a_known_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.Monk
         optimizer.step()
 
 
-def test_parts_of_a_step_share_a_known_sum(backend: str) -> None:
+def test_parts_of_a_step_share_a_given_sum(backend: str) -> None:
     """As DeepSpeed does it: each group alone in `param_groups`, one after the other, state loaded in the middle."""
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
     for t, step_grads in enumerate(grads):
         if t == len(grads) // 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        known = sumsq(step_grads)
+        given = sumsq(step_grads)
         groups = optimizer.param_groups
         for group in groups:
             optimizer.param_groups = [group]
             set_grads(params, step_grads)
-            optimizer.step(grad_sumsq=known, numel=NUMEL)
+            optimizer.step(grad_sumsq=given, numel=NUMEL)
         optimizer.param_groups = groups
     assert error(params, reference.params) < 1e-14
 
 
 def test_a_step_that_is_skipped_by_parts_counts_once(backend: str) -> None:
     params, grads, optimizer = prepared(backend, skip_nonfinite=True)
-    for known in (torch.nan, 1.0, torch.inf, torch.inf):
+    for given in (torch.nan, 1.0, torch.inf, torch.inf):
         for param, grad in zip(params, grads[0], strict=True):
             param.grad = grad.clone()
-            optimizer.step(grad_sumsq=known, numel=NUMEL)
+            optimizer.step(grad_sumsq=given, numel=NUMEL)
             param.grad = None
     assert int(optimizer.skipped_steps) == 3
 
@@ -121,7 +121,7 @@ def test_a_provider_is_asked_in_each_step(backend: str) -> None:
     assert next(asked, None) is None
 
 
-def test_sums_known_with_and_without_numel_take_turns(backend: str) -> None:
+def test_sums_given_with_and_without_numel_take_turns(backend: str) -> None:
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
     for t, step_grads in enumerate(grads):
@@ -130,7 +130,7 @@ def test_sums_known_with_and_without_numel_take_turns(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
 
 
-def test_a_skipped_step_with_a_known_sum_leaves_sums_right(backend: str) -> None:
+def test_a_skipped_step_with_a_given_sum_leaves_sums_right(backend: str) -> None:
     params, grads, optimizer = prepared(backend, skip_nonfinite=True)
     reference = defined(params, grads[:2], GROUPS, lr=0.01)
     set_grads(params, grads[0])
@@ -142,19 +142,19 @@ def test_a_skipped_step_with_a_known_sum_leaves_sums_right(backend: str) -> None
     assert error(params, reference.params) < 1e-14
 
 
-def test_known_and_computed_sums_take_turns(backend: str) -> None:
+def test_given_and_computed_sums_take_turns(backend: str) -> None:
     params, grads, optimizer = prepared(backend)
     reference = defined(params, grads, GROUPS, lr=0.01)
     for t, step_grads in enumerate(grads):
         set_grads(params, step_grads)
-        known: list[dict[str, Any]] = [{}, {"grad_sumsq": sumsq(step_grads)}, {"numel": NUMEL}]
-        known[2].update(known[1])
-        optimizer.step(**known[t % 3])
+        given: list[dict[str, Any]] = [{}, {"grad_sumsq": sumsq(step_grads)}, {"numel": NUMEL}]
+        given[2].update(given[1])
+        optimizer.step(**given[t % 3])
     assert error(params, reference.params) < 1e-14
 
 
 @pytest.mark.parametrize(
-    ("known", "options", "message"),
+    ("given", "options", "message"),
     [
         ({"grad_sumsq": -1.0}, {}, "wanted a number >= 0"),
         ({"grad_sumsq": "3"}, {}, "wanted a number >= 0"),
@@ -165,12 +165,12 @@ def test_known_and_computed_sums_take_turns(backend: str) -> None:
         ({"grad_sumsq": 1.0}, {"amsgrad": True}, "amsgrad=True, whose maxima"),
     ],
 )
-def test_what_a_known_sum_cannot_do(known: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_what_a_given_sum_cannot_do(given: dict[str, Any], options: dict[str, Any], message: str) -> None:
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     optimizer = FusedAdamS([param], **options)
     with pytest.raises(ValueError, match=message):
-        optimizer.step(**known)
+        optimizer.step(**given)
     assert torch.equal(param, torch.ones(3))
     assert not optimizer.state
 
@@ -220,7 +220,7 @@ def run_cases() -> dict[bool, tuple[Record, list[int]]]:
 
 
 @pytest.mark.parametrize("with_numel", [False, True])
-def test_a_known_sum_on_shards(with_numel: bool) -> None:
+def test_a_given_sum_on_shards(with_numel: bool) -> None:
     """Told how many elements there are, ranks have nothing to ask each other after the first step."""
     reference = defined_model(steps=range(0, 12, 3))
     for answers in once_on_ranks(2, run_cases):

@@ -189,7 +189,7 @@ def test_stepping_within_backward_is_refused() -> None:
     assert torch.equal(param, torch.ones(3))
 
 
-def test_stepping_within_backward_with_a_known_sum() -> None:
+def test_stepping_within_backward_with_a_given_sum() -> None:
     """The documented way: what the step before knew."""
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [FusedAdamS([param]) for param in params]

@@ -52,11 +52,11 @@ def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> Non
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, 4, torch.float64)
     for step_grads in grads[:2]:
         step_grads[1] = None  # type: ignore[call-overload]
-    alone = [copy.deepcopy(params[0])]
+    only_first = [copy.deepcopy(params[0])]
     optimizer = FusedAdamS(params, schedule="lagged", backend=backend)
-    peer = FusedAdamS(alone, schedule="lagged", backend=backend)
+    peer = FusedAdamS(only_first, schedule="lagged", backend=backend)
     run(params, grads[:3], optimizer)
-    run(alone, [step_grads[:1] for step_grads in grads[:3]], peer)
+    run(only_first, [step_grads[:1] for step_grads in grads[:3]], peer)
     assert optimizer.exp_avg_sq_mean == peer.exp_avg_sq_mean
     run(params, grads[3:], optimizer)
     assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean

@@ -74,9 +74,9 @@ def sharded() -> dict[str, Any]:
 def test_shards_are_rounded_as_the_whole(backend: str) -> None:
     answers = once_on_ranks(RANKS, sharded)
     assert any("_StridedShard" in placements for placements in answers[0]["placements"])
-    alone = trained(new_params(), backend)
+    unsharded = trained(new_params(), backend)
     for answer in answers:
-        for shape, found, wanted in zip(SHAPES, answer[backend], alone, strict=True):
+        for shape, found, wanted in zip(SHAPES, answer[backend], unsharded, strict=True):
             assert torch.equal(torch.from_numpy(found), wanted.float()), shape
 
 

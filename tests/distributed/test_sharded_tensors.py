@@ -254,12 +254,12 @@ def reads_by_the_host() -> dict[str, set[str]]:
     """In a second step, with the operations that a GPU would get."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     answers = {}
-    for name, options, known in [
+    for name, options, given in [
         ("exact", {"max_grad_norm": 1.0}, {}),
         ("amsgrad", {"amsgrad": True}, {}),
         ("lagged", {"schedule": "lagged"}, {}),
-        ("known", {}, {"grad_sumsq": torch.tensor(3.0)}),
-        ("known in parts", {}, {"grad_sumsq": torch.tensor(3.0), "numel": 45}),
+        ("given", {}, {"grad_sumsq": torch.tensor(3.0)}),
+        ("given in parts", {}, {"grad_sumsq": torch.tensor(3.0), "numel": 45}),
     ]:
         params = [torch.nn.Parameter(distribute_tensor(torch.ones(9, 5), mesh, [Shard(0)]))]
         params.append(torch.nn.Parameter(torch.ones(3)))
@@ -271,7 +271,7 @@ def reads_by_the_host() -> dict[str, set[str]]:
             with ReadsByTheHost() as reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sums, "_can_be_read", lambda value: False)
                 patch.setattr(torch_backend, "can_be_read", lambda value: False)
-                optimizer.step(**known)
+                optimizer.step(**given)
         answers[name] = reads.names
     with ReadsByTheHost() as reads:
         float(torch.ones(()))

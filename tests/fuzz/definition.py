@@ -61,8 +61,8 @@ class OneStep(AdamS):
         stepped = [(group, i) for group in self.groups for i in group.params if self.steps[i] > 0]
         return super().mean(stepped) if sum(self.params[i].size for _, i in stepped) else None
 
-    def mean(self, active: list[tuple[Group, int]]) -> Array:
-        return super().mean(active) if self.last_mean is None else self.last_mean
+    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
+        return super().mean(with_grad) if self.last_mean is None else self.last_mean
 
     def bias_correction(self, beta: float, i: int) -> Array:
         return super().bias_correction(beta, i) if self.corrects_bias else wide(1.0)

@@ -76,7 +76,7 @@ class TritonBackend:
         plan: Plan = bucket.plan
         plan.last = None
         totals = plan.new_totals(bucket)
-        number = (
+        scalars = (
             exp_avg_sq_mean,
             plan.one if grad_factor is None else grad_factor,
             plan.zero if skip is None else skip,
@@ -85,7 +85,7 @@ class TritonBackend:
             written = row, part.sums, part.slots, part.counter
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.update_kernel, bucket, part, sum_grads)
-            run(part.programs, *written, *read, plan.limits(bucket), *number)
+            run(part.programs, *written, *read, plan.limits(bucket), *scalars)
         advance = bucket.has_grad.to(torch.float32)
         bucket.steps += advance if skip is None else advance * (1 - skip)
         plan.last = None

@@ -15,7 +15,7 @@ from swd_fused.backends.triton.kernels.passes import (
     total_of,
     update,
 )
-from swd_fused.backends.triton.kernels.schedule import clip_factor
+from swd_fused.backends.triton.kernels.schedule import clip_factor, mean_of_sums
 from swd_fused.backends.triton.kernels.tables import (
     CARRIED,
     EXP_AVG_SQ_MEAN,
@@ -43,7 +43,7 @@ def exact_step_kernel(
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1, the number, pass 2. The grid must be resident as a whole."""
+    """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
     gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
@@ -55,10 +55,10 @@ def exact_step_kernel(
             GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK,
         )  # fmt: skip
         wait_for_all(counter, 2)
-        exp_avg_sq_sum = total_of(slots, MAX_SUM)
+        exp_avg_sq_mean = mean_of_sums(total_of(slots, MAX_SUM), 0.0, 1.0, tl.load(limits + NUMEL))
     else:
-        exp_avg_sq_sum = total_of(slots, CARRIED) + grad_factor * grad_factor * total_of(slots, FRESH)
-    exp_avg_sq_mean = exp_avg_sq_sum / tl.load(limits + NUMEL)
+        carried, fresh = total_of(slots, CARRIED), total_of(slots, FRESH)
+        exp_avg_sq_mean = mean_of_sums(carried, fresh, grad_factor, tl.load(limits + NUMEL))
     is_nonfinite = (grad_norm - grad_norm) != 0
     skip = (tl.load(found_inf) != 0) | ((tl.load(limits + SKIP_NONFINITE) != 0) & is_nonfinite)
     if tl.program_id(0) == 0:
@@ -88,8 +88,11 @@ def lagged_step_kernel(
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2 with the number that the launch before has left in `last`. Waits for nobody, so any grid will do."""
-    exp_avg_sq_mean = tl.load(last + LAST_SUM) / tl.maximum(tl.load(last + LAST_NUMEL), 1.0)
+    """Pass 2 with the mean of the sums that the launch before has left in `last`.
+
+    Waits for nobody, so any grid will do.
+    """
+    exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST_SUM), 0.0, 1.0, tl.load(last + LAST_NUMEL))
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     skip = tl.load(found_inf) != 0
     slot = slots + tl.program_id(0) * SLOT_COLUMNS
@@ -108,9 +111,9 @@ def lagged_step_kernel(
         if not skip:
             advance_steps(steps, tensors, n_tensors)
             tl.debug_barrier()
-            total, number = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
+            total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
             tl.store(last + LAST_SUM, total)
-            tl.store(last + LAST_NUMEL, number)
+            tl.store(last + LAST_NUMEL, numel)
         tl.store(results + EXP_AVG_SQ_MEAN, exp_avg_sq_mean)
         tl.store(results + GRAD_NORM, unscale * tl.sqrt(total_of(slots, GRAD_SUM)))
         tl.store(results + SKIPPED, skip.to(tl.float64))
@@ -175,6 +178,6 @@ def stored_sums_kernel(
 @triton.jit(do_not_specialize=["n_segments"])
 def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, hyper, n_segments):
     """One program."""
-    total, number = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
+    total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
     tl.store(last + LAST_SUM, total)
-    tl.store(last + LAST_NUMEL, number)
+    tl.store(last + LAST_NUMEL, numel)

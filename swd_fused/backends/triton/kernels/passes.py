@@ -154,7 +154,7 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
     """The sum of v^ as the step before left it, and its count, over tensors that have taken a step."""
     lanes = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float64)
-    number = tl.zeros([ROWS], tl.float64)
+    numel = tl.zeros([ROWS], tl.float64)
     for begin in range(0, n_segments, ROWS):
         mask = begin + lanes < n_segments
         rows = segments + (begin + lanes) * SEGMENT_COLUMNS
@@ -167,8 +167,8 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
         stepped = step > 0
         exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM_COLUMNS + SUM, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
-        number += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
-    return tl.sum(total), tl.sum(number)
+        numel += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
+    return tl.sum(total), tl.sum(numel)
 
 
 @triton.jit

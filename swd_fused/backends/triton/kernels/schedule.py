@@ -26,6 +26,16 @@ def bias_correction(beta, step, longest, corrects_bias):
 
 
 @triton.jit
+def mean_of_sums(carried, fresh, grad_factor, numel):
+    """exp_avg_sq_mean: the mean of v^ over `numel` elements, from the sums between the passes.
+
+    They are what v^ has of the steps before, and what it gets from this step's gradients before they are multiplied by
+    `grad_factor`.
+    """
+    return (carried + grad_factor * grad_factor * fresh) / tl.maximum(numel, 1.0)
+
+
+@triton.jit
 def decay_factor(exp_avg_sq_mean, row):
     """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
     lr, weight_decay, eps = tl.load(row + LR), tl.load(row + WEIGHT_DECAY), tl.load(row + EPS)

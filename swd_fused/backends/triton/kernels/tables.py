@@ -38,8 +38,8 @@ L2 = tl.constexpr(8)
 CORRECTS_BIAS = tl.constexpr(9)
 HYPER_COLUMNS = tl.constexpr(10)
 
-# Columns of `slots` (float64), a row for each program: what it adds to the number between the passes, and what it makes
-# of the total.
+# Columns of `slots` (float64), a row for each program: what it adds to the sums between the passes, and what it makes
+# of the totals.
 GRAD_SUM = tl.constexpr(0)
 CARRIED = tl.constexpr(1)
 FRESH = tl.constexpr(2)
