@@ -12,8 +12,8 @@ from torch import Tensor
 from swd_fused.schedule import HyperRow
 from swd_fused.transfer import HostCopy, can_be_read_later, is_fake
 
-# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 0.03 to 0.07 in the first epoch
-# of its models (benchmarks/results/paper), AdamW's 0.1 out of habit like 161 in a small language model.
+# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
+# models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
 FAR_BEYOND_ADAMW = 10.0
 
 # Only early in training: at its end gradients become small, and a decay that grows is the method.

@@ -71,8 +71,8 @@ ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration
 class FusedAdamS(TakesSteps):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
-    Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like AdamW's value times the rms
-    gradient, see `match_adamw` and `effective_weight_decay`.
+    Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like `weight_decay / rms gradient`
+    there. Pass AdamW's value as `adamw_weight_decay`.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
@@ -82,7 +82,7 @@ class FusedAdamS(TakesSteps):
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominators, including the schedule's.
-        weight_decay: the paper's lambda. It acts like AdamW's value times the model's rms gradient.
+        weight_decay: the paper's lambda, which is divided by the model's rms gradient.
         amsgrad: the paper's AMSGradS.
         maximize: ascend instead of descend.
 
@@ -368,4 +368,4 @@ class FusedAdamS(TakesSteps):
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()
-        self._decay_warning = DecayWarning()
+        self._decay_warning = DecayWarning(is_fresh=not self.state)  # Accelerate loads what is new into itself

@@ -84,7 +84,7 @@ TORCH = TorchBackend()
 BEST = {"cpu": "cpu", "cuda": "triton"}
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HOW_TO_GET = {
-    "cpu": "reinstall swd_fused with a C++ compiler: pip install --no-build-isolation .",
+    "cpu": "run `pip install --no-build-isolation .` in a clone of swd_fused, beside setuptools and a C++ compiler.",
     "triton": "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
     "Triton needs, and move the model to the GPU.",
 }

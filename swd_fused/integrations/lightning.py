@@ -27,9 +27,10 @@ class MetricsCallback(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses to train without an optimizer that has metrics."""
+        """Refuses to train without an optimizer that has metrics, and with clipping that Lightning would refuse."""
         if not any(find_metrics_source(optimizer) for optimizer in trainer.optimizers):
             raise no_metrics(next(iter(trainer.optimizers), None))
+        _check_clipping(trainer)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -52,3 +53,14 @@ class MetricsCallback(Callback):
             for prefix, source in zip(prefixes, sources, strict=True)
             for name, value in source.metrics().items()
         }
+
+
+def _check_clipping(trainer: Any) -> None:
+    """Says what to do about what Lightning only says is not allowed, and after the first backward pass."""
+    is_mixed = any(cls.__name__ == "MixedPrecision" for cls in type(trainer.precision_plugin).__mro__)
+    if is_mixed and trainer.gradient_clip_val:
+        raise ValueError(
+            f"lightning.Trainer got gradient_clip_val={trainer.gradient_clip_val:g} with mixed precision, which it "
+            "refuses for optimizers that unscale gradients in their step. Leave it out, and let the step clip: "
+            f"FusedAdamS(..., max_grad_norm={trainer.gradient_clip_val:g})."
+        )

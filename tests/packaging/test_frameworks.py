@@ -104,6 +104,57 @@ METRICS = {
 }
 
 
+class ScaledLinear(torch.nn.Linear):
+    """As Trainer wants a model: it returns its own loss. A small scale makes gradients as small as large models'."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.scale * torch.nn.functional.mse_loss(super().forward(x), labels)}
+
+
+def transformers_trainer(directory: Path, model: torch.nn.Module, weight_decay: float = 0.0, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    of_trainer = {name: options.pop(name) for name in list(options) if name.startswith(("optimizer", "callbacks"))}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    data = torch.Generator().manual_seed(1)
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(directory), max_grad_norm=0, weight_decay=weight_decay, **quiet, **options),
+        train_dataset=[
+            {"x": torch.randn(3, generator=data), "labels": torch.randn(2, generator=data)} for _ in range(64)
+        ],
+        **of_trainer,
+    )
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_adamws_weight_decay_in_the_arguments_of_transformers_warns(tmp_path: Path) -> None:
+    model = ScaledLinear(3, 2)
+    model.scale = 1e-3
+    made = {"optimizer_cls_and_kwargs": (FusedAdamS, {"lr": 3e-4})}
+    trainer = transformers_trainer(tmp_path, model, weight_decay=0.1, save_strategy="no", max_steps=3, **made)
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.1 acts like \d+ in AdamW.*adamw_weight_decay="):
+        trainer.train()
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_calibration_survives_a_resume_by_transformers(tmp_path: Path) -> None:
+    made = {"optimizer_cls_and_kwargs": (FusedAdamS, {"lr": 0.1, "adamw_weight_decay": 0.1, "calibration_steps": 4})}
+
+    def trained(resume_from: str | None) -> Any:
+        torch.manual_seed(0)
+        options = {"weight_decay": 0.1, "save_steps": 3, "max_steps": 6, **made}
+        trainer = transformers_trainer(tmp_path, ScaledLinear(3, 2), **options)
+        trainer.train(resume_from_checkpoint=resume_from)
+        return trainer
+
+    whole, resumed = trained(None), trained(str(tmp_path / "checkpoint-3"))
+    assert torch.equal(whole.model.weight, resumed.model.weight)
+    decays = [trainer.optimizer.param_groups[0]["weight_decay"] for trainer in (whole, resumed)]
+    assert decays[0] == decays[1] != 0.1
+
+
 @pytest.mark.filterwarnings("default")  # the framework's own
 def test_metrics_in_the_logs_of_transformers(tmp_path: Path) -> None:
     """A reporter such as W&B's, which Trainer lists before the callbacks of users, has them too."""
@@ -116,17 +167,14 @@ def test_metrics_in_the_logs_of_transformers(tmp_path: Path) -> None:
         def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
             self.reported.append(set(logs))
 
-    class Model(torch.nn.Linear):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
-
-    model = Model(3, 2)
+    model = ScaledLinear(3, 2)
     optimizer = FusedAdamS(param_groups(model, 1e-3), max_grad_norm=1.0)
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "max_grad_norm": 0, "report_to": [], "disable_tqdm": True}
-    trainer = transformers.Trainer(
+    trainer = transformers_trainer(
+        tmp_path,
         model,
-        transformers.TrainingArguments(**options, max_steps=4, logging_steps=2, save_strategy="no"),
-        train_dataset=[{"x": torch.randn(3), "labels": torch.randn(2)} for _ in range(32)],
+        logging_steps=2,
+        save_strategy="no",
+        max_steps=4,
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
         callbacks=[Reporter()],
     )
@@ -138,14 +186,8 @@ def test_metrics_in_the_logs_of_transformers(tmp_path: Path) -> None:
     assert last["adams/effective_weight_decay/no_decay"] == 0
 
 
-@pytest.mark.filterwarnings("default")  # the framework's own
-def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    from lightning.pytorch.loggers import CSVLogger
-
-    from swd_fused.integrations.lightning import MetricsCallback
-
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+def lightning_module(lightning: Any) -> Any:
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.linear = torch.nn.Linear(3, 2)
@@ -158,12 +200,39 @@ def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return FusedAdamS(param_groups(self, 1e-3), max_grad_norm=1.0)
 
+    return Module()
+
+
+def fit_with_lightning(**options: Any) -> Any:
+    """Trains for 8 batches with our callback, and returns the trainer."""
+    lightning = pytest.importorskip("lightning")
+    from swd_fused.integrations.lightning import MetricsCallback
+
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 3)), batch_size=4)
-    logger = CSVLogger(tmp_path)
-    options = {"accelerator": "cpu", "devices": 1, "logger": logger, "callbacks": [MetricsCallback()]}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(**options, **quiet, max_epochs=1, accumulate_grad_batches=2, log_every_n_steps=2)
-    trainer.fit(Module(), data)
+    common = {"accelerator": "cpu", "devices": 1, "callbacks": [MetricsCallback()], "max_epochs": 1, "logger": False}
+    trainer = lightning.Trainer(**{**common, **quiet, **options})
+    trainer.fit(lightning_module(lightning), data)
+    return trainer
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_lightning_clips_by_the_step_in_mixed_precision() -> None:
+    """Lightning says only that clipping is not allowed. In float32 both ways work."""
+    precision = "bf16-mixed"
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5.*FusedAdamS\(\.\.\., max_grad_norm=0\.5\)"):
+        fit_with_lightning(precision=precision, gradient_clip_val=0.5)
+    assert fit_with_lightning(precision=precision).optimizers[0].grad_norm > 0
+    assert fit_with_lightning(gradient_clip_val=0.5).optimizers[0].grad_norm > 0
+
+
+@pytest.mark.filterwarnings("default")  # the framework's own
+def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    trainer = fit_with_lightning(logger=logger, accumulate_grad_batches=2, log_every_n_steps=2)
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     assert set(rows[0]) >= METRICS
     norms = {int(row["step"]): float(row["adams/grad_norm"]) for row in rows if row["adams/grad_norm"]}

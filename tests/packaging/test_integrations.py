@@ -91,6 +91,7 @@ class TestLightning:
         """Six steps, logged every second one."""
         callback = module.MetricsCallback()
         trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[Logger()], log_every_n_steps=2, global_step=0)
+        trainer.precision_plugin, trainer.gradient_clip_val = object(), 1.0
         callback.on_train_start(trainer, None)
         for batch in range(6 * accumulate):
             trainer.global_step = (batch + 1) // accumulate
