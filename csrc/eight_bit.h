@@ -26,9 +26,7 @@ inline uint32_t block_key(uint32_t rounding_key, int64_t block) {
 
 // Two neighbours share a hash: of its 32 bits the lower half is for the first one, and of that half the lower 8 bits
 // are for exp_avg, the upper ones for the root of exp_avg_sq.
-SWD_INLINE uint32_t bits_of_pair(uint32_t block_key, uint32_t pair) {
-  return scrambled(block_key ^ (pair * 0x9E3779B9u));
-}
+SWD_INLINE uint32_t bits_of_pair(uint32_t block_key, uint32_t pair) { return scrambled(block_key ^ (pair * GOLDEN)); }
 
 // The sum of a block's second moments. Not inlined: fused with an addition it would be rounded otherwise, and sums that
 // an update emits must be those that are rebuilt from storage.

@@ -26,8 +26,9 @@ inline uint32_t stretch_key(uint32_t key, int64_t number) {
   return key + scrambled(static_cast<uint32_t>(number >> 32));
 }
 
-SWD_INLINE uint32_t random_16_bits(uint32_t key, uint32_t element) {
-  return scrambled(key ^ (element * 0x9E3779B9u)) >> 16;
-}
+// Spreads numbers that follow one another over all 32 bits.
+constexpr uint32_t GOLDEN = 0x9E3779B9u;
+
+SWD_INLINE uint32_t random_16_bits(uint32_t key, uint32_t element) { return scrambled(key ^ (element * GOLDEN)) >> 16; }
 
 }  // namespace swd

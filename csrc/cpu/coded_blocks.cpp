@@ -13,6 +13,11 @@ namespace {
 struct PlainLanes {
   using SquaredCodes = int64_t;
 
+  struct Noise {
+    uint32_t key, first_pair;
+    Noise(uint32_t block_key, int64_t pair) : key(block_key), first_pair(static_cast<uint32_t>(pair)) {}
+  };
+
   template <typename Code>
   static SWD_INLINE Floats numbers(const Code* codes) {
     Floats x;
@@ -21,9 +26,10 @@ struct PlainLanes {
   }
 
   static SWD_INLINE void round(int8_t* exp_avg_codes, uint8_t* root_codes, SquaredCodes& squares, const float* exp_avg,
-                               const float* root, float to_exp_avg, float to_root, uint32_t key, uint32_t pair) {
+                               const float* root, float to_exp_avg, float to_root, const Noise& noise, int64_t first) {
     for (int64_t i = 0; i < PART; ++i) {
-      const uint32_t bits = bits_of_pair(key, pair + static_cast<uint32_t>(i / 2)) >> (16 * (i % 2));
+      const uint32_t pair = noise.first_pair + static_cast<uint32_t>((first + i) / 2);
+      const uint32_t bits = bits_of_pair(noise.key, pair) >> (16 * (i % 2));
       const int32_t m = fixed_point(exp_avg[i] * to_exp_avg) + static_cast<int32_t>(bits & 0xFF);
       const int32_t r = fixed_point(root[i] * to_root) + static_cast<int32_t>(bits >> 8 & 0xFF);
       const int32_t code = std::clamp(r >> 8, 1, 255);

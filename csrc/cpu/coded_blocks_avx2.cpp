@@ -21,6 +21,28 @@ namespace {
 struct Avx2Lanes {
   using SquaredCodes = __m256i;
 
+  // The random bits of a block.
+  struct Noise {
+    __m256i key, first;
+
+    SWD_INLINE Noise(uint32_t block_key, int64_t first_pair)
+        : key(_mm256_set1_epi32(static_cast<int>(block_key))),
+          first(_mm256_mullo_epi32(_mm256_add_epi32(_mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7),
+                                                    _mm256_set1_epi32(static_cast<int>(first_pair))),
+                                   _mm256_set1_epi32(static_cast<int>(GOLDEN)))) {}
+
+    // `bits_of_pair` of 8 pairs, which are 16 elements.
+    SWD_INLINE __m256i bits(int64_t sixteen) const {
+      const uint32_t passed = static_cast<uint32_t>(8 * sixteen) * GOLDEN;
+      __m256i x = _mm256_xor_si256(_mm256_add_epi32(first, _mm256_set1_epi32(static_cast<int>(passed))), key);
+      x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+      x = _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
+      x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 13));
+      x = _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int>(0xC2B2AE35u)));
+      return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+    }
+  };
+
   static SWD_INLINE Floats numbers(const int8_t* codes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
   }
@@ -31,10 +53,10 @@ struct Avx2Lanes {
   // Packing works on each half of a register, so that 16 numbers come out in the order 0-3, 8-11, 4-7, 12-15. Random
   // bits are drawn in that order, and codes put into their own at the end.
   static SWD_INLINE void round(int8_t* exp_avg_codes, uint8_t* root_codes, SquaredCodes& squares, const float* exp_avg,
-                               const float* root, float to_exp_avg, float to_root, uint32_t key, uint32_t pair) {
+                               const float* root, float to_exp_avg, float to_root, const Noise& noise, int64_t first) {
     __m256i m[2], r[2];
     for (int half = 0; half < 2; ++half) {
-      const __m256i bits = random_bits(key, pair + 8 * half);
+      const __m256i bits = noise.bits(first / 16 + half);
       const float *ms = exp_avg + 16 * half, *roots = root + 16 * half;
       const __m256i fixed_m = _mm256_packs_epi32(fixed_point(ms, to_exp_avg), fixed_point(ms + 8, to_exp_avg));
       const __m256i fixed_r = _mm256_packus_epi32(fixed_point(roots, to_root), fixed_point(roots + 8, to_root));
@@ -58,19 +80,6 @@ struct Avx2Lanes {
  private:
   static SWD_INLINE __m256i fixed_point(const float* numbers, float factor) {
     return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(numbers), _mm256_set1_ps(factor)));
-  }
-
-  // `bits_of_pair` of 8 pairs.
-  static SWD_INLINE __m256i random_bits(uint32_t key, uint32_t pair) {
-    const __m256i order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
-    const __m256i pairs = _mm256_add_epi32(order, _mm256_set1_epi32(static_cast<int>(pair)));
-    __m256i x = _mm256_xor_si256(_mm256_mullo_epi32(pairs, _mm256_set1_epi32(static_cast<int>(0x9E3779B9u))),
-                                 _mm256_set1_epi32(static_cast<int>(key)));
-    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
-    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
-    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 13));
-    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int>(0xC2B2AE35u)));
-    return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
   }
 
   static SWD_INLINE void store(void* codes, __m256i packed) {
