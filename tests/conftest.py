@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swd_fused import backends
+from swd_fused import backends, eight_bit
 from tests.device import DEVICE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -73,6 +73,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     # A GPU does not tell of a NaN that it computes.
     with launches(split=bool(split)), np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         yield name
+
+
+@pytest.fixture
+def _codes_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With state_dtype="8bit" also the tensors of small models have 8-bit moments."""
+    monkeypatch.setattr(eight_bit, "LEAST_NUMEL", 40)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,14 @@ from swd_fused import FusedAdamS
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"schedule": "lagged"},
+    {"amsgrad": True, "max_grad_norm": 0.1},
+    {"state_dtype": "8bit"},
+]
+
+
 def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
 
@@ -29,8 +37,9 @@ def backward(net: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("lr", [1e-2, "tensor"])
-@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"amsgrad": True, "max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.usefixtures("_codes_of_small_tensors")
 def test_compiled_step_equals_eager(compiler: str, options: dict[str, Any], lr: float | str) -> None:
     """In one graph, which a scheduler does not make anew if `lr` is a tensor."""
     net = model()

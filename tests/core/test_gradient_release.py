@@ -98,10 +98,12 @@ def assert_same_bits(model: Net, optimizer: FusedAdamS, other: Net, other_optimi
         (torch.float32, {"amsgrad": True, "maximize": True}),
         (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}),
         (torch.bfloat16, {"master_weights": True}),
+        (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": "8bit"}),
         (torch.float32, {"bias_correction": False, "total_numel": 5000}),
     ],
-    ids=["float32", "amsgrad", "stochastic", "masters", "total_numel"],
+    ids=["float32", "amsgrad", "stochastic", "masters", "8 bits", "total_numel"],
 )
+@pytest.mark.usefixtures("_codes_of_small_tensors")
 def test_equals_the_lagged_step_bit_for_bit(
     backend: str, dtype: torch.dtype, options: dict[str, Any], gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,10 @@ VARIANTS: list[Any] = [
     pytest.param(torch.float32, {"max_grad_norm": 0.5}, id="clipped"),
     pytest.param(torch.bfloat16, {"master_weights": True}, id="masters"),
     pytest.param(torch.bfloat16, {"stochastic_rounding": True}, id="stochastic"),
+    pytest.param(torch.float32, {"state_dtype": "8bit"}, id="8 bits"),
 ]
+
+pytestmark = pytest.mark.usefixtures("_codes_of_small_tensors")
 
 
 def everything(optimizer: FusedAdamS, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ COMBINATIONS: list[Any] = [
     (torch.float32, {"state_dtype": torch.float16, "schedule": "lagged"}),
     (torch.bfloat16, {"master_weights": True, "max_grad_norm": 0.5, "skip_nonfinite": True}),
     (torch.float32, {"decay": "decoupled"}),
+    (torch.bfloat16, {"master_weights": True, "state_dtype": "8bit", "seed": 5}),
     (torch.float32, {"decay": "l2", "bias_correction": False}),
 ]
 
@@ -37,6 +38,7 @@ def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.usefixtures("_codes_of_small_tensors")
 @pytest.mark.parametrize(("dtype", "options"), COMBINATIONS, ids=str)
 def test_resumed_run_is_bit_identical(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     steps = steps_for(backend, 10)
