@@ -41,6 +41,12 @@ CHOICES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
         torch.bfloat16,
         {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
     ),
+    ("float32, moments in 8 bits", torch.float32, {"state_dtype": "8bit"}),
+    (
+        "bfloat16, stochastic rounding, moments in 8 bits",
+        torch.bfloat16,
+        {"stochastic_rounding": True, "state_dtype": "8bit"},
+    ),
 ]
 
 
