@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from tests.definition import MeanOfStepBefore
+from tests.device import DEVICE
 from tests.runs import defined, error, random_grads, random_params, run
 
 SHAPES = [(20,), (30,), (7, 5)]
@@ -88,6 +89,8 @@ def test_a_warning_that_is_an_error_comes_before_the_update(backend: str) -> Non
     params[0].grad = torch.full((20,), 1e-3)
     optimizer.step()
     before = snapshot(optimizer, params)
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()  # a step does not wait for what the one before has found
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="max_decay"):

@@ -53,7 +53,7 @@ def rounded_up(backend: str, layout: str) -> np.ndarray:
     params = [torch.nn.Parameter(in_layout(torch.ones(SHAPE, dtype=torch.bfloat16), layout)) for _ in range(2)]
     optimizer = FusedAdamS(params, **EXACT, stochastic_rounding=True, seed=SEED, backend=backend)
     run(params, [[torch.ones(SHAPE, dtype=torch.bfloat16)] * 2], optimizer)
-    result: np.ndarray = (params[1].detach().float() > 1).numpy()
+    result: np.ndarray = (params[1].detach().float() > 1).cpu().numpy()
     return result
 
 

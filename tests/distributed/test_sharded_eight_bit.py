@@ -23,6 +23,7 @@ from tests.distributed.test_sharded_checkpoints import load_one, save_one
 from tests.runs import random_grads
 
 RANKS, STEPS = 4, 4
+BACKENDS = ["torch", "cpu"]  # the ranks are on the CPU, wherever other tests run
 
 # Of the first model: cut unevenly and with nothing for some ranks; by FSDP and tensor parallelism along one dimension;
 # along two. Of the rest: along the second of three dimensions; and twice where blocks would be cut, which is float32.
@@ -62,7 +63,7 @@ def sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (RANKS,))
     results: dict[str, Any] = {}
-    for backend in ("torch", "cpu"):
+    for backend in BACKENDS:
         for name, options in OPTIONS.items():
             values = new_params()
             model = nn.Sequential(nn.Linear(320, 13), nn.Linear(20, 512), nn.Linear(512, 24))
@@ -84,13 +85,13 @@ def sharded() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize("on", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_shards_have_the_codes_of_the_whole(backend: str, name: str) -> None:
+def test_shards_have_the_codes_of_the_whole(on: str, name: str) -> None:
     answers = once_on_ranks(RANKS, sharded)
     assert any("_StridedShard" in placements for placements in answers[0]["placements"])
-    alone = trained(new_params(), {**OPTIONS[name], "backend": backend})
-    for answer in (answer[f"{name} on {backend}"] for answer in answers):
+    alone = trained(new_params(), {**OPTIONS[name], "backend": on})
+    for answer in (answer[f"{name} on {on}"] for answer in answers):
         assert float(answer["mean"]) == pytest.approx(float(alone["mean"]), rel=1e-4, nan_ok=True)
         for i, (found, wanted) in enumerate(zip(answer["states"], alone["states"], strict=True)):
             assert ("exp_avg_codes" in found) == IS_CODED[i]

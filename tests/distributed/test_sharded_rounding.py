@@ -20,6 +20,7 @@ from tests.distributed.sharded_model import whole
 from tests.runs import random_grads
 
 RANKS, STEPS = 4, 3
+BACKENDS = ["torch", "cpu"]  # the ranks are on the CPU, wherever other tests run
 SHAPES = [(13, 12), (13,), (12, 11), (12,), (3, 12), (3,), (6, 5, 8), (7, 10)]
 
 # Without the mean: sums over ranks have other last bits than those of one process.
@@ -48,7 +49,7 @@ def sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (RANKS,))
     results: dict[str, Any] = {}
-    for backend in ("torch", "cpu"):
+    for backend in BACKENDS:
         whole_params = new_params()
         model = nn.Sequential(nn.Linear(12, 13), nn.Linear(11, 12), nn.Linear(12, 3)).to(torch.bfloat16)
         with torch.no_grad():
@@ -70,13 +71,13 @@ def sharded() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.backends(interpreted=False)
-def test_shards_are_rounded_as_the_whole(backend: str) -> None:
+@pytest.mark.parametrize("on", BACKENDS)
+def test_shards_are_rounded_as_the_whole(on: str) -> None:
     answers = once_on_ranks(RANKS, sharded)
     assert any("_StridedShard" in placements for placements in answers[0]["placements"])
-    unsharded = trained(new_params(), backend)
+    unsharded = trained(new_params(), on)
     for answer in answers:
-        for shape, found, wanted in zip(SHAPES, answer[backend], unsharded, strict=True):
+        for shape, found, wanted in zip(SHAPES, answer[on], unsharded, strict=True):
             assert torch.equal(torch.from_numpy(found), wanted.float()), shape
 
 

@@ -2,7 +2,8 @@
 
 Allocations, views, and copies between dense tensors of one type stay torch's: they need no kernel. Shapes of results
 come from torch's meta device, so that the host waits only where it would wait for a GPU: for a value, or for a shape
-that depends on values. Random numbers are drawn at the call, from the CPU's generator.
+that depends on values. Random numbers are drawn at the call, on the CPU: from its own generator, or from one that a
+given generator's seed and offset decide.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ NEEDS_NO_KERNEL = {
     aten._local_scalar_dense.default,  # a copy for which the host waits
 }
 
+TO_SPARSE = {aten._to_sparse.default, aten._to_sparse.sparse_dim}
+
+DRAWN_TOGETHER = 1 << 20  # offsets that a draw takes up: a seed has room for 2^44 draws
+
 
 def catch() -> None:
     """Catches the operations of this thread and of autograd's threads, until the process ends."""
@@ -69,8 +74,11 @@ class _OnSameMemory(TorchDispatchMode):
         if func is aten._to_copy.default:
             return _to_copy(*args, **kwargs)
         if func is aten.equal.default:
+            _device(func, args, kwargs)
             torch.cuda.synchronize()
             return func(*_for_cpu(args))
+        if func in TO_SPARSE:
+            return _to_sparse(func, args, kwargs)
         return _in_place(func, args, kwargs) if _written(func, args, kwargs) else _new(func, args, kwargs)
 
 
@@ -150,6 +158,15 @@ def _with_index(device: torch.device) -> torch.device:
 # --- Everything else
 
 
+def _to_sparse(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Makes a tensor of indices and values that are dense. The host waits, since their number depends on values."""
+    device = _device(func, args, kwargs)
+    torch.cuda.synchronize()
+    result = func(*_for_cpu(args), **_for_cpu(kwargs))
+    indices, values = (tensor.contiguous().to(device) for tensor in (result._indices(), result._values()))
+    return aten._sparse_coo_tensor_unsafe.default(indices, values, result.shape, is_coalesced=True)
+
+
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     device = _device(func, args, kwargs)
     cpu_args, cpu_kwargs = _for_cpu(args), _for_cpu(kwargs)
@@ -221,9 +238,18 @@ def _for_cpu(tree: Any) -> Any:
             return on_cpu(x) if x.is_cuda else x.clone()
         if isinstance(x, torch.device):
             return torch.device("cpu")
-        return None if isinstance(x, torch.Generator) else x
+        return _generator(x) if isinstance(x, torch.Generator) else x
 
     return _without_pinning(tree_map(convert, tree))
+
+
+def _generator(given: torch.Generator) -> torch.Generator:
+    """Returns a CPU generator in place of a GPU's, for one draw. The same seed gives the same numbers once more."""
+    if given.device.type != "cuda":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
+    seed, offset = given.initial_seed(), given.get_offset()
+    given.set_offset(offset + DRAWN_TOGETHER)
+    return torch.Generator("cpu").manual_seed((seed + offset) % 2**63)
 
 
 def _for_meta(tree: Any) -> Any:
