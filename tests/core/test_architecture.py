@@ -10,7 +10,8 @@ import pytest
 
 from swd_fused.backends.address_table import NO_GRAD
 from swd_fused.backends.triton.kernels import passes, tables
-from swd_fused.backends.triton.operands import columns_of
+from swd_fused.backends.triton.operands import columns_of, scales_of
+from swd_fused.eight_bit import BlockNumbers
 from swd_fused.schedule import HyperRow
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,16 @@ def test_operands_have_the_same_columns_in_python_and_triton() -> None:
 
     columns = [f"{name}_ADDRESS" for (name,) in columns_of(Named())]  # type: ignore[arg-type]
     assert triton_columns(columns) == list(range(len(columns)))
+
+
+def test_scales_have_the_same_columns_in_python_and_triton() -> None:
+    class Named:
+        exp_avg_scales, exp_avg_sq_scales = ["EXP_AVG_SCALES"], ["EXP_AVG_SQ_SCALES"]
+
+    scales = [f"{name}_ADDRESS" for (name,) in scales_of(Named())]  # type: ignore[arg-type]
+    columns = [*scales, "COLUMNS", "BLOCKS_PER_ROW", "FIRST_BLOCK", "BLOCK_PITCH"]
+    assert triton_columns(columns) == list(range(tables.CODEC_COLUMNS.value))
+    assert BlockNumbers._fields == ("first", "pitch")  # the last two
 
 
 def test_a_missing_gradient_has_the_same_address_in_all_languages() -> None:

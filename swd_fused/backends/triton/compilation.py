@@ -13,6 +13,9 @@ from swd_fused.backends.triton.launch import THREADS, Launcher, resident_program
 from swd_fused.backends.triton.parts import Dtypes
 from swd_fused.bucket import Bucket
 
+# Blocks of 8-bit codes that a program takes at once, a multiple of its warps.
+BLOCKS_IN_FLIGHT = 4
+
 
 class Variant(NamedTuple):
     """Names what kernels are compiled for besides dtypes."""
@@ -20,11 +23,12 @@ class Variant(NamedTuple):
     amsgrad: bool
     master: bool
     stochastic: bool
+    coded: bool = False  # whether any tensor's moments are kept in 8 bits
 
 
-def variant_of(bucket: Bucket, dtypes: Dtypes) -> Variant:
+def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
     stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
-    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic)
+    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, coded)
 
 
 @cache
@@ -39,7 +43,8 @@ def launcher_for(
 
 def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
     flags = {name.upper(): value for name, value in variant._asdict().items()}
-    return {**dtypes.constants(), **flags, "SUM_GRADS": sum_grads}
+    tile = BLOCKS_IN_FLIGHT if variant.coded else 0
+    return {**dtypes.constants(), **flags, "CODED": tile, "SUM_GRADS": sum_grads}
 
 
 def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:

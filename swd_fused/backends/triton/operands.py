@@ -10,6 +10,11 @@ from torch import Tensor
 from swd_fused.backends.address_table import NO_GRAD, Fingerprint, check_memory, fingerprint, int64s
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
+    BLOCK_PITCH,
+    BLOCKS_PER_ROW,
+    CODEC_COLUMNS,
+    COLUMNS,
+    FIRST_BLOCK,
     FIRST_NUMBER,
     GRAD_ADDRESS,
     GROUP,
@@ -19,14 +24,20 @@ from swd_fused.backends.triton.kernels.tables import (
 )
 from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.bucket import Bucket
+from swd_fused.eight_bit import rows_and_columns, scales_shape
 from swd_fused.transfer import from_host
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
 
+# A row of a tensor with codes must be a multiple of it, or else what begins with a row is not aligned: 16 bytes of the
+# narrowest operand that is read in 128 bits, 16-bit gradients.
+ROW_ALIGNMENT = 8
+
 
 class Operands:
     """The kernels walk a tensor's memory from end to end, in the order in which its second moment lies there; where
-    rounding is stochastic row by row, so that an element's number follows from its place.
+    rounding is stochastic, or moments are kept in 8 bits, row by row, so that an element's number and block follow from
+    its place.
 
     A tensor that lies in another order, or has gaps, takes part as a copy.
     """
@@ -36,11 +47,12 @@ class Operands:
     def __init__(self) -> None:
         self._seen = Fingerprint([], [])
         self._dtypes: list[torch.dtype] = []
+        self._codecs: Tensor | None = None
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
 
     def refresh(self, bucket: Bucket) -> bool:
         """Describes the tensors of a step. Returns whether their dtypes differ from those that were seen last."""
-        columns = columns_of(bucket)
+        columns = [*columns_of(bucket), *scales_of(bucket)]
         seen, before = fingerprint(bucket), self._dtypes
         if self._seen != seen:
             is_new, self._seen = self._seen.others != seen.others, Fingerprint([], [])
@@ -56,7 +68,7 @@ class Operands:
 
     def write_back(self, bucket: Bucket) -> None:
         """Writes to the tensors what an update wrote to their copies."""
-        columns = columns_of(bucket)
+        columns = [*columns_of(bucket), *scales_of(bucket)]
         written = [(columns[column][tensor], copy) for column, tensor, copy in self._copies if column != GRADS]
         for tensor, copy in written:
             tensor.copy_(copy)
@@ -66,13 +78,19 @@ class Operands:
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
         """Makes the table, all but the addresses of the gradients."""
         layouts = [
-            torch.empty_like(averaged, device="meta", memory_format=_walked_order(bucket, param))
-            for averaged, param in zip(bucket.averaged, bucket.params, strict=True)
+            torch.empty_like(averaged, device="meta", memory_format=_walked_order(bucket, index))
+            for index, averaged in enumerate(bucket.averaged)
         ]
+        operands = columns_of(bucket)
         walked = [
             [_as_laid_out(tensor, layout) for tensor, layout in zip(column, layouts, strict=bool(column))]
-            for column in columns
+            for column in operands
         ]
+        scales = [
+            [_as_laid_out(tensor, torch.empty(tensor.shape, device="meta")) for tensor in column]
+            for column in scales_of(bucket)
+        ]
+        walked += scales
         self._copies = [
             (column, i, walked[column][i])
             for column, tensors in enumerate(columns)
@@ -80,7 +98,7 @@ class Operands:
             if walked[column][i] is not tensor
         ]
         table = torch.zeros(len(bucket.params), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
-        used = [column for column, tensors in enumerate(walked) if tensors and column != GRADS]
+        used = [column for column, tensors in enumerate(walked[: len(operands)]) if tensors and column != GRADS]
         for column in used:
             table[:, column] = int64s(map(Tensor.data_ptr, walked[column]))
         table[:, GROUP.value] = int64s(bucket.group_indices)
@@ -90,7 +108,11 @@ class Operands:
             rows = numbers.rows(param.shape) or (numbers.first, param.numel(), 0)
             row[FIRST_NUMBER.value : ROW_PITCH.value + 1] = int64s(rows)
         self._others_are_aligned = (table[:, used] % ALIGNMENT == 0).all(1)
-        self._host_table = table
+        self._host_table, self._codecs = table, None
+        if bucket.coded:
+            self._codecs = codec_table(bucket, scales)
+            for index in bucket.coded:
+                self._others_are_aligned[index] &= _has_aligned_rows(bucket.params[index])
 
     def _set_grads(self, bucket: Bucket, addresses: list[int]) -> None:
         """Often the only ones that have changed: a backward pass puts its gradients where there is room."""
@@ -102,7 +124,12 @@ class Operands:
                 grads[tensor] = copy.data_ptr()
         self._host_table[:, GRADS] = grads
         self._host_table[:, ALIGNED.value] = self._others_are_aligned & (grads % ALIGNMENT == 0)
-        self.table = from_host(self._host_table, bucket.device)
+        if self._codecs is None:
+            self.table = from_host(self._host_table, bucket.device)
+        else:
+            before = self._codecs.numel()
+            both = from_host(torch.cat([self._codecs.flip(0).flatten(), self._host_table.flatten()]), bucket.device)
+            self.table = both[before:].view(self._host_table.shape)
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
@@ -111,9 +138,32 @@ def columns_of(bucket: Bucket) -> list[list[Tensor]]:
     return [bucket.params, bucket.grads_or_params, *moments, bucket.masters]
 
 
-def _walked_order(bucket: Bucket, param: Tensor) -> torch.memory_format:
-    is_rounded_at_random = bucket.options.stochastic_rounding and param.dtype == torch.bfloat16
-    return torch.contiguous_format if is_rounded_at_random else torch.preserve_format
+def scales_of(bucket: Bucket) -> list[list[Tensor]]:
+    return [bucket.exp_avg_scales, bucket.exp_avg_sq_scales]
+
+
+def codec_table(bucket: Bucket, scales: list[list[Tensor]]) -> Tensor:
+    """Returns a row for each tensor, of zeros where it has no codes."""
+    table = torch.zeros(len(bucket.params), CODEC_COLUMNS.value, dtype=torch.int64, device="cpu")
+    for index in bucket.coded:
+        shape, numbers = bucket.params[index].shape, bucket.block_numbers[index]
+        for column, tensors in enumerate(scales):
+            table[index, column] = tensors[index].data_ptr()
+        table[index, COLUMNS.value] = rows_and_columns(shape)[1]
+        table[index, BLOCKS_PER_ROW.value] = scales_shape(shape)[-1]
+        table[index, FIRST_BLOCK.value], table[index, BLOCK_PITCH.value] = numbers
+    return table
+
+
+def _walked_order(bucket: Bucket, index: int) -> torch.memory_format:
+    is_rounded_at_random = bucket.options.stochastic_rounding and bucket.params[index].dtype == torch.bfloat16
+    is_row_major = is_rounded_at_random or index in bucket.block_numbers
+    return torch.contiguous_format if is_row_major else torch.preserve_format
+
+
+def _has_aligned_rows(param: Tensor) -> bool:
+    rows, columns = rows_and_columns(param.shape)
+    return rows <= 1 or columns % ROW_ALIGNMENT == 0
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
+from swd_fused.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.transfer import from_host
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
@@ -33,18 +36,46 @@ TRITON_DTYPES = {
 }
 
 
+EMPTY: Mapping[int, int] = MappingProxyType({})
+
+
 class Segment(NamedTuple):
     tensor: int
     start: int
     length: int
 
 
-def segments_of(numels: dict[int, int], programs: int) -> tuple[list[Segment], list[int]]:
+def segments_of(
+    numels: Mapping[int, int], programs: int, columns: Mapping[int, int] = EMPTY
+) -> tuple[list[Segment], list[int]]:
     """Tensors, by number, cut into segments; and for each program its first segment, with the end of the last's.
 
     Each program has an equal share of the cost. Cuts are at multiples of BLOCK, so that a tensor that is aligned at its
-    beginning is so in each segment.
+    beginning is so in each segment. Tensors whose moments are kept in 8 bits, which have `columns`, are cut between
+    blocks of codes; a block that ends with its row costs as much as a whole one.
     """
+    padded = {tensor: _padded(numel, columns.get(tensor)) for tensor, numel in numels.items()}
+    segments, first_of_programs = _equal_segments(padded, programs)
+    if columns:
+        segments = [_unpadded(segment, columns.get(segment.tensor)) for segment in segments]
+    return segments, first_of_programs
+
+
+def _padded(numel: int, columns: int | None) -> int:
+    """Returns the elements of a tensor with whole blocks of codes."""
+    return numel if not columns else numel // columns * -(-columns // CODE_BLOCK) * CODE_BLOCK
+
+
+def _unpadded(segment: Segment, columns: int | None) -> Segment:
+    if columns is None:
+        return segment
+    per_row = -(-columns // CODE_BLOCK)
+    ends = (place // CODE_BLOCK for place in (segment.start, segment.start + segment.length))
+    start, end = (block // per_row * columns + block % per_row * CODE_BLOCK for block in ends)
+    return Segment(segment.tensor, start, end - start)
+
+
+def _equal_segments(numels: Mapping[int, int], programs: int) -> tuple[list[Segment], list[int]]:
     total = sum(numel + SEGMENT_COST for numel in numels.values())
     segments, owners, position = [], [], 0
     for tensor, numel in numels.items():
@@ -90,11 +121,19 @@ class Dtypes(NamedTuple):
 class Part:
     """The tensors of a bucket that have one combination of dtypes: what one launch serves."""
 
-    def __init__(self, dtypes: Dtypes, numels: dict[int, int], programs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        dtypes: Dtypes,
+        numels: Mapping[int, int],
+        programs: int,
+        device: torch.device,
+        columns: Mapping[int, int] = EMPTY,
+    ) -> None:
         self.dtypes = dtypes
+        self.coded = bool(columns)
         blocks = sum(-(-numel // BLOCK) for numel in numels.values())
         self.programs = max(1, min(programs, blocks))
-        segments, program_segments = segments_of(numels, self.programs)
+        segments, program_segments = segments_of(numels, self.programs, columns)
         self.n_segments = len(segments)
         rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
         self.segments = from_host(rows, device)

@@ -17,8 +17,11 @@ from swd_fused.backends.triton.launch import Launcher
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
 from swd_fused.bucket import Bucket
+from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns
 from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.transfer import from_host
+
+CODES = tuple(CODE_DTYPES.values())
 
 
 class Plan:
@@ -32,6 +35,7 @@ class Plan:
         self._operands = Operands()
         self._limits: dict[tuple[float | None, int], Tensor] = {}
         self._numels: dict[Dtypes, dict[int, int]] = {}
+        self._columns = _columns_of_coded(bucket)
         self._parts: dict[Any, list[Part]] = {}
         self._with_sums: list[Part] | None = None  # of these `sums` is up to date
 
@@ -72,13 +76,7 @@ class Plan:
         """
         if kernel not in self._parts:
             self._parts[kernel] = [
-                Part(
-                    dtypes,
-                    numels,
-                    programs_on(kernel, bucket.device, dtypes, variant_of(bucket, dtypes)),
-                    bucket.device,
-                )
-                for dtypes, numels in self._numels.items()
+                self._new_part(kernel, bucket, dtypes, numels) for dtypes, numels in self._numels.items()
             ]
         parts = self._parts[kernel]
         if parts is not self._with_sums:
@@ -88,11 +86,17 @@ class Plan:
             self._with_sums, self.last = parts, None
         return parts
 
+    def _new_part(self, kernel: Any, bucket: Bucket, dtypes: Dtypes, numels: dict[int, int]) -> Part:
+        columns = {tensor: self._columns[tensor] for tensor in numels if tensor in self._columns}
+        programs = programs_on(kernel, bucket.device, dtypes, variant_of(bucket, dtypes, bool(columns)))
+        return Part(dtypes, numels, programs, bucket.device, columns)
+
     def _forget_sums(self) -> None:
         self._with_sums = self.last = None
 
     def launcher(self, kernel: Any, bucket: Bucket, part: Part, sum_grads: bool = False) -> Launcher:
-        return launcher_for(kernel, bucket.device, part.dtypes, variant_of(bucket, part.dtypes), sum_grads)
+        variant = variant_of(bucket, part.dtypes, part.coded)
+        return launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
@@ -117,10 +121,16 @@ class Plan:
         return self._limits[key]
 
 
+def _columns_of_coded(bucket: Bucket) -> dict[int, int]:
+    return {tensor: rows_and_columns(bucket.params[tensor].shape)[1] for tensor in bucket.coded}
+
+
 def _numels_by_dtypes(bucket: Bucket) -> dict[Dtypes, dict[int, int]]:
+    """Codes count as float32, which they are computed in: so they share a launch with moments in float32."""
     numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged
     operands = bucket.params, bucket.grads_or_params, *moments, bucket.masters or bucket.params
     for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
-        numels[Dtypes(param.dtype, *(other.dtype for other in others))][tensor] = param.numel()
+        dtypes = (torch.float32 if other.dtype in CODES else other.dtype for other in others)
+        numels[Dtypes(param.dtype, *dtypes)][tensor] = param.numel()
     return numels

@@ -18,9 +18,10 @@ def update_element(
     if AMSGRAD:
         max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
         averaged = max_exp_avg_sq
-    denom = square_root(averaged) * inv_sqrt_bias_correction2 + eps
+    root = square_root(averaged)
+    denom = root * inv_sqrt_bias_correction2 + eps
     param = decay_factor * param - quotient(step_size * exp_avg, denom)
-    return param, exp_avg, exp_avg_sq, max_exp_avg_sq, averaged
+    return param, exp_avg, exp_avg_sq, max_exp_avg_sq, averaged, root
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def exact_step_kernel(
     n_tensors,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
     gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
@@ -52,7 +52,7 @@ def exact_step_kernel(
     if AMSGRAD:
         max_exp_avg_sq_sum(
             slots, steps, tensors, segments, program_segments, hyper, grad_factor,
-            GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK,
+            GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
         )  # fmt: skip
         wait_for_all(counter, 2)
         exp_avg_sq_mean = mean_of_sums(total_of(slots, MAX_SUM), 0.0, 1.0, tl.load(limits + NUMEL))
@@ -73,7 +73,7 @@ def exact_step_kernel(
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, False,
-            VECTOR, BLOCK,
+            VECTOR, BLOCK, CODED,
         )  # fmt: skip
     if is_last(counter, 3 if AMSGRAD else 2):
         if not skip:
@@ -86,7 +86,7 @@ def lagged_step_kernel(
     found_inf, n_tensors, n_segments,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the mean of the sums that the launch before has left in `last`.
 
@@ -105,7 +105,7 @@ def lagged_step_kernel(
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, True,
-            VECTOR, BLOCK,
+            VECTOR, BLOCK, CODED,
         )  # fmt: skip
     if is_last(counter, 1):
         if not skip:
@@ -135,11 +135,11 @@ def gradient_sums_kernel(
 def max_exp_avg_sq_sum_kernel(
     totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor,
     GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     max_exp_avg_sq_sum(
         slots, steps, tensors, segments, program_segments, hyper, tl.load(grad_factor),
-        GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK,
+        GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
     )  # fmt: skip
     if is_last(counter, 1):
         tl.store(totals + MAX_SUM, total_of(slots, MAX_SUM))
@@ -151,14 +151,14 @@ def update_kernel(
     grad_factor, skip,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Does not advance `steps`, which other launches of this step may still read."""
     if tl.load(skip) == 0:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
-            VECTOR, BLOCK,
+            VECTOR, BLOCK, CODED,
         )  # fmt: skip
     elif SUM_GRADS:
         gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
@@ -171,8 +171,12 @@ def update_kernel(
 def stored_sums_kernel(
     sums, steps, tensors, segments, program_segments, hyper,
     AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
-    stored_sums(sums, steps, tensors, segments, program_segments, hyper, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+    stored_sums(
+        sums, steps, tensors, segments, program_segments, hyper,
+        AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK, CODED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_segments"])

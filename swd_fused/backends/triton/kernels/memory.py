@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import (
+    CODEC_COLUMNS,
     GROUP,
     HYPER_COLUMNS,
     LENGTH,
@@ -63,3 +64,8 @@ def segment_of(tensors, segments, hyper, segment):
     tensor_row = tensors + tensor * TENSOR_COLUMNS
     hyper_row = hyper + tl.load(tensor_row + GROUP) * HYPER_COLUMNS
     return tensor, tensor_row, hyper_row, tl.load(row + START), tl.load(row + LENGTH).to(tl.int32)
+
+
+@triton.jit
+def codec_of(tensors, tensor):
+    return tensors - (tensor + 1) * CODEC_COLUMNS

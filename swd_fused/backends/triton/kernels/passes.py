@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.memory import segment_of
+from swd_fused.backends.triton.kernels.coded_segments import sum_of_coded, sum_of_next_max_coded, update_coded_segment
+from swd_fused.backends.triton.kernels.memory import codec_of, segment_of
 from swd_fused.backends.triton.kernels.schedule import bias_correction
 from swd_fused.backends.triton.kernels.segments import (
     kept_squares,
@@ -16,6 +17,7 @@ from swd_fused.backends.triton.kernels.segments import (
 )
 from swd_fused.backends.triton.kernels.tables import (
     BETA2,
+    BLOCKS_PER_ROW,
     CARRIED,
     CORRECTS_BIAS,
     FRESH,
@@ -69,7 +71,7 @@ def gradient_sums(
 def max_exp_avg_sq_sum(
     slots, steps, tensors, segments, program_segments, hyper, grad_factor,
     GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
     program = tl.program_id(0)
@@ -78,9 +80,15 @@ def max_exp_avg_sq_sum(
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         if has_grad(tensor_row):
             step = tl.load(steps + tensor) + 1
-            maxima = sum_of_next_max(
-                tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK
-            )
+            codec_row = codec_of(tensors, tensor)
+            if CODED != 0 and has_codes(codec_row):
+                maxima = sum_of_next_max_coded(
+                    tensor_row, codec_row, hyper_row, start, count, grad_factor, GRAD, AVERAGED, COMPUTE, VECTOR, CODED
+                )
+            else:
+                maxima = sum_of_next_max(
+                    tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK
+                )
             corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
             total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
     tl.store(slots + program * SLOT_COLUMNS + MAX_SUM, total)
@@ -91,7 +99,7 @@ def update(
     sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
 
@@ -105,12 +113,20 @@ def update(
         tensor, tensor_row, hyper_row, start, count = segment_of(tensors, segments, hyper, segment)
         if has_grad(tensor_row):
             step = tl.load(steps + tensor) + 1
-            total, squares = update_segment(
-                tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
-                tl.load(limits + ROUNDING_START),
-                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
-                VECTOR, BLOCK,
-            )  # fmt: skip
+            codec_row = codec_of(tensors, tensor)
+            if CODED != 0 and has_codes(codec_row):
+                total, squares = update_coded_segment(
+                    tensor_row, codec_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean),
+                    tl.load(grad_factor), tl.load(limits + ROUNDING_START),
+                    PARAM, GRAD, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, CODED,
+                )  # fmt: skip
+            else:
+                total, squares = update_segment(
+                    tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
+                    tl.load(limits + ROUNDING_START),
+                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
+                    VECTOR, BLOCK,
+                )  # fmt: skip
             # Read once more, or it would take registers from every block in between.
             tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
             tl.store(sums + segment * SUM_COLUMNS + SUM, total)
@@ -125,6 +141,7 @@ def update(
 def stored_sums(
     sums, steps, tensors, segments, program_segments, hyper,
     AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """Finds what `update` leaves in `sums` from the second moments as they are stored, where `sums` is out of date."""
     program = tl.program_id(0)
@@ -133,7 +150,11 @@ def stored_sums(
         row = sums + segment * SUM_COLUMNS
         step = tl.load(steps + tensor).to(tl.float64)
         if tl.load(row + SUM_STEP) != step:
-            total = sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
+            codec_row = codec_of(tensors, tensor)
+            if CODED != 0 and has_codes(codec_row):
+                total = sum_of_coded(tensor_row, codec_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, CODED)
+            else:
+                total = sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
             tl.store(row + SUM, total)
             tl.store(row + SUM_STEP, step)
 
@@ -186,3 +207,9 @@ def advance_steps(steps, tensors, n_tensors):
 def has_grad(tensor_row):
     """Whether the tensor takes part in the step: address_table.NO_GRAD stands for a gradient that is not there."""
     return tl.load(tensor_row + GRAD_ADDRESS) != -1
+
+
+@triton.jit
+def has_codes(codec_row):
+    """Whether a tensor's moments are kept in 8 bits. CODED: how many blocks are taken at once, 0 if none has codes."""
+    return tl.load(codec_row + BLOCKS_PER_ROW) != 0

@@ -20,10 +20,22 @@ def scrambled(x):
 
 
 @triton.jit
+def rounding_key(rounding_start, tensor_row, step):
+    """The tensor's key in this step."""
+    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR_ID).to(tl.uint32))
+    return scrambled(key + step.to(tl.uint32))
+
+
+@triton.jit
+def moment_key(rounding_start, tensor_row, step):
+    """Another one, by which moments in 8 bits are rounded."""
+    return scrambled(rounding_key(rounding_start, tensor_row, step) + 1)
+
+
+@triton.jit
 def segment_rounding(rounding_start, tensor_row, step, start):
     """For a segment: the tensor's key in this step, and what numbers its elements (see `element_numbers`)."""
-    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR_ID).to(tl.uint32))
-    key = scrambled(key + step.to(tl.uint32))
+    key = rounding_key(rounding_start, tensor_row, step)
     length, pitch = tl.load(tensor_row + ROW_LENGTH), tl.load(tensor_row + ROW_PITCH)
     row, column = start // length, start % length
     first = tl.load(tensor_row + FIRST_NUMBER) + row * pitch + column

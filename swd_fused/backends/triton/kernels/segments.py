@@ -135,13 +135,8 @@ def sum_of_next_max(
 
 
 @triton.jit
-def update_segment(
-    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
+def segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE: tl.constexpr):
+    """What `update_element` takes besides its operands."""
     beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
     corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
     grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
@@ -152,6 +147,20 @@ def update_segment(
     step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
     one_minus_beta1, one_minus_beta2 = (1 - beta1).to(COMPUTE), (1 - beta2).to(COMPUTE)
     beta2 = beta2.to(COMPUTE)
+    return grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size
+
+
+@triton.jit
+def update_segment(
+    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
+    (
+        grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
+    ) = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE)  # fmt: skip
     param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
     if MASTER:
         weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
@@ -212,7 +221,7 @@ def update_block(
     largest = v
     if AMSGRAD:
         largest = load_block(max_exp_avg_sq, offsets, count, COMPUTE, VECTOR)
-    p, m, v, largest, averaged = update_element(
+    p, m, v, largest, averaged, _ = update_element(
         p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
         inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD,
     )  # fmt: skip

@@ -19,6 +19,16 @@ ROW_LENGTH = tl.constexpr(10)
 ROW_PITCH = tl.constexpr(11)
 TENSOR_COLUMNS = tl.constexpr(12)
 
+# Columns of what is known of a tensor's codes (int64), where any tensor's moments are kept in 8 bits. In memory these
+# rows are before `tensors`, the first tensor's last: kernels that know nothing of codes need not know of them.
+EXP_AVG_SCALES_ADDRESS = tl.constexpr(0)
+EXP_AVG_SQ_SCALES_ADDRESS = tl.constexpr(1)
+COLUMNS = tl.constexpr(2)
+BLOCKS_PER_ROW = tl.constexpr(3)  # 0 if the tensor has no codes
+FIRST_BLOCK = tl.constexpr(4)  # its number, with the next one: see eight_bit.BlockNumbers
+BLOCK_PITCH = tl.constexpr(5)
+CODEC_COLUMNS = tl.constexpr(6)
+
 # Columns of `segments` (int64).
 TENSOR = tl.constexpr(0)
 START = tl.constexpr(1)

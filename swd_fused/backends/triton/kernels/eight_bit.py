@@ -1,0 +1,120 @@
+"""Moments in 8 bits, as swd_fused/eight_bit.py defines them: blocks of codes with a scale, several in a tile at once.
+
+A tile has the shape [256 / width, blocks, width], where a warp's threads together have `width` neighbours: so a block
+is within one warp, each of its accesses is one stretch of memory, and what is found of a block takes no shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swd_fused import eight_bit
+from swd_fused.backends.triton.kernels.element import quotient
+from swd_fused.backends.triton.kernels.rounding import scrambled
+from swd_fused.backends.triton.kernels.tables import BLOCK_PITCH, BLOCKS_PER_ROW, COLUMNS, FIRST_BLOCK
+
+BLOCK_LENGTH = tl.constexpr(eight_bit.BLOCK)
+FRACTION_BITS = tl.constexpr(eight_bit.FRACTION_BITS)
+UNIT = tl.constexpr(2.0**eight_bit.FRACTION_BITS)
+LEAST_SCALE = tl.constexpr(eight_bit.LEAST_SCALE)
+LARGEST_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg"])
+LARGEST_ROOT_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg_sq"])
+
+# The threads of a warp; on AMD, half of them.
+LANES = tl.constexpr(32)
+
+# Added to a float32 number below 2^22 it leaves no bits for a fraction: the number is rounded to nearest, ties to even.
+ROUNDER = tl.constexpr(1.5 * 2**23)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def segment_blocks(codec_row, start, count):
+    """Where a segment's blocks are: the number of them, the first one's place among all and in its row, how many a row
+    has, how long its last one is; and how they are numbered. Segments begin and end between blocks."""
+    columns, per_row = tl.load(codec_row + COLUMNS), tl.load(codec_row + BLOCKS_PER_ROW)
+    row, end_row = start // columns, (start + count) // columns
+    in_row = (start - row * columns) // BLOCK_LENGTH
+    first = row * per_row + in_row
+    end = end_row * per_row + (start + count - end_row * columns) // BLOCK_LENGTH
+    tail = columns - (per_row - 1) * BLOCK_LENGTH
+    pitch = tl.load(codec_row + BLOCK_PITCH)
+    number = tl.load(codec_row + FIRST_BLOCK) + row * pitch + in_row
+    counts = (end - first).to(tl.int32), in_row.to(tl.int32), per_row.to(tl.int32), tail.to(tl.int32)
+    return first, counts, number, pitch - per_row
+
+
+@triton.jit
+def tile_at(begin, counts, VECTOR: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of a tile, in which row they are and where they begin, all counted from the segment's beginning; the
+    elements' places in their block, and which of them exist."""
+    count, in_row, per_row, tail = counts
+    WIDTH: tl.constexpr = LANES * VECTOR
+    inside = tl.arange(0, BLOCK_LENGTH // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    block = begin + tl.arange(0, TILE)
+    row = (in_row + block) // per_row
+    is_last_of_row = in_row + block - row * per_row == per_row - 1
+    length = tl.where(block < count, tl.where(is_last_of_row, tail, BLOCK_LENGTH), 0)
+    offset = block * BLOCK_LENGTH - row * (BLOCK_LENGTH - tail)
+    # Of tensors that are taken in vectors, rows are multiples of a vector.
+    mask = tl.max_constancy(inside < length[None, :, None], [1, 1, VECTOR])
+    return block, row, offset, inside, mask
+
+
+@triton.jit
+def load_tile(tensor, offset, inside, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
+    pointers = tl.multiple_of((tensor + offset)[None, :, None] + inside, [1, 1, ALIGNMENT])
+    return tl.load(pointers, mask=mask, other=0).to(COMPUTE)
+
+
+@triton.jit
+def store_tile(tensor, values, offset, inside, mask, VECTOR: tl.constexpr):
+    ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
+    pointers = tl.multiple_of((tensor + offset)[None, :, None] + inside, [1, 1, ALIGNMENT])
+    tl.store(pointers, values.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_scales(scales, block, counts):
+    return tl.load(scales + block, mask=block < counts[0], other=0.0)
+
+
+@triton.jit
+def tile_noise(key, number, gap, block, row, inside):
+    """8 random bits for each of both moments. Two neighbours share a hash, whose key is the same in a whole block."""
+    number = number + block + row * gap
+    keys = key + scrambled((number >> 25).to(tl.uint32))
+    pairs = (number * (BLOCK_LENGTH // 2)).to(tl.uint32)[None, :, None] + (inside // 2).to(tl.uint32)
+    bits = scrambled(keys[None, :, None] ^ (pairs * 0x9E3779B9)) >> (inside % 2 * 16).to(tl.uint32)
+    return (bits & 0xFF).to(tl.int32), (bits >> 8 & 0xFF).to(tl.int32)
+
+
+@triton.jit
+def encoded(values, noise, LARGEST: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes, in 32 bits, and scales of the blocks of a tile.
+
+    The largest value is found among its bits, where NaN is the largest of all. Blocks that have no inverse, since they
+    are zero or not finite, have the code 0, or the least that there is.
+    """
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scales = tl.max(tl.max(bits, axis=0), axis=1).to(tl.float32, bitcast=True) * (1 / LARGEST)
+    inverse = tl.where(scales > LEAST_SCALE, quotient(tl.full(scales.shape, UNIT, tl.float32), scales), 0.0)
+    fixed = (values * inverse[None, :, None] + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+    codes = fixed + noise >> FRACTION_BITS
+    if SIGNED:
+        limit = tl.where(inverse > 0, LARGEST, 0)[None, :, None]
+        codes = tl.maximum(codes, -limit)
+    else:
+        limit = tl.where(inverse > 0, LARGEST, 1)[None, :, None]
+        codes = tl.maximum(codes, 1)
+    return tl.minimum(codes, limit), scales
+
+
+@triton.jit
+def sums_of_blocks(root_codes, scales, mask):
+    """By block, the sum of second moments as they are stored: exact but for one rounding."""
+    squares = tl.sum(tl.sum(tl.where(mask, root_codes * root_codes, 0), axis=0), axis=1)
+    scales = scales.to(tl.float64)
+    return squares.to(tl.float64) * (scales * scales)
