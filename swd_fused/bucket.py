@@ -68,7 +68,6 @@ class Bucket:
         self.numbers = [entry.number for entry in entries]
         self.group_indices = [entry.group for entry in entries]
         self._whole_params = [entry.param for entry in entries]
-        self._states = [entry.owned for entry in entries]
         self._dtypes = _dtypes(self._whole_params)
         self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
         self._local_params = [local_tensor(param) for param in self._whole_params]
@@ -96,6 +95,9 @@ class Bucket:
         self._step_views = steps if self._copies_steps else self._elements_of_steps
         for entry, view in zip(entries, self._step_views, strict=True):
             entry.staged["step"] = view
+        self._held["step"] = Held([entry.owned for entry in entries], self._step_views)
+        self._whole_averaged = list(chain.from_iterable(self._held[key].tensors for key in self._keys_of_averaged()))
+        self._local_averaged = list(map(local_tensor, self._whole_averaged)) if self._has_views else []
         self._counted_params = [param for param in self.params if not param.is_inference()]
         self._sums: Tensor | None = None
         self.note_versions()
@@ -194,8 +196,7 @@ class Bucket:
                 if not held.is_current(key):
                     return False
             return (
-                Held(self._states, self._step_views).is_current("step")
-                and self._dtypes == _dtypes(self._whole_params)
+                self._dtypes == _dtypes(self._whole_params)
                 and (not self._has_views or self._views_are_current())
                 and self._versions == self._moment_versions()
             )
@@ -340,8 +341,7 @@ class Bucket:
         )
 
     def _moment_versions(self) -> list[int]:
-        tensors = list(chain.from_iterable(self._held[key].tensors for key in self._keys_of_averaged()))
-        return _versions(tensors, list(map(local_tensor, tensors)) if self._has_views else ())
+        return _versions(self._whole_averaged, self._local_averaged)
 
     def _accept_params(self) -> None:
         """Takes the parameters that have a gradient as they are for what their masters round to."""
