@@ -258,8 +258,8 @@ class FusedAdamS(TakesSteps):
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
         Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
-        step, which is exact, keeps gradients until then, and may round its mean differently in the last bit of float64.
-        `remove()` of what is returned ends gradient release.
+        step, which is exact, keeps gradients until then, and may round its mean differently in the last bit of float64,
+        or on a GPU in the last bits of float32. `remove()` of what is returned ends gradient release.
 
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.

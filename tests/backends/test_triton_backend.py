@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.backends.triton import operands as triton_operands
+from swd_fused.backends.triton import plan
+from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import ALIGNED, GROUP
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
 from swd_fused.transfer import from_host
@@ -218,6 +220,22 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(
         by_tensor = torch.zeros(len(shapes), dtype=torch.float64).index_add(0, part.segments[:, 0], sums[:, 0])
         exact = torch.stack([tensor.double().sum() for tensor in bucket.averaged])
         torch.testing.assert_close(by_tensor, exact, rtol=1e-6, atol=0)
+
+
+def test_a_lagged_mean_has_the_same_bits_in_passes_as_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever grid would suit each kernel: `total_numel` takes steps in passes, as a resume and released gradients."""
+    programs = {kernels.exact_step_kernel: 1, kernels.lagged_step_kernel: 3}
+    monkeypatch.setattr(plan, "programs_on", lambda kernel, *rest: programs.get(kernel, 2))
+    shapes, means = [(5000,), (700,)], []
+    grads = random_grads(shapes, 3)
+    for options in ({}, {"total_numel": 5700}):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = optimizer_of(params, schedule="lagged", **options)
+        run(params, grads[:1], optimizer)
+        for step_grads in grads[1:]:
+            run(params, [step_grads], optimizer)
+            means.append(float(optimizer.exp_avg_sq_mean))
+    assert means[:2] == means[2:]
 
 
 # --- Who is served

@@ -11,7 +11,7 @@ import torch
 from swd_fused import FusedAdamS
 from swd_fused.transfer import to_device
 from tests.device import DEVICE
-from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for
+from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for, sum_tolerance
 
 VARIANTS: list[Any] = [
     pytest.param(torch.float32, {}, id="plain"),
@@ -60,7 +60,8 @@ def test_scaled_run_equals_unscaled(
         set_grads(peers, step_grads)
         peer.step()
         assert optimizer.exp_avg_sq_mean.item() == pytest.approx(float(peer.exp_avg_sq_mean), rel=1e-12)
-        assert optimizer.grad_norm.item() == pytest.approx(float(peer.grad_norm), rel=1e-12)
+        # As long as the host does not know of a step that was taken, pass 1 takes the norm.
+        assert optimizer.grad_norm.item() == pytest.approx(float(peer.grad_norm), rel=sum_tolerance(backend))
     for mine, other in zip(everything(optimizer, params), everything(peer, peers), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
     if unscale_first or "max_grad_norm" not in options:

@@ -13,8 +13,10 @@ from swd_fused.backends.triton.plan import Plan
 from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate, bias_corrections
 
-# Passes that are launched by themselves share one grid, that of the longest, since they share their sums.
-PASSES = kernels.update_kernel
+# Passes that are launched by themselves share one grid, since they share their sums: that of the longest kernel,
+# between whose steps they come. In a lagged run the first step is taken in passes, the first after a resume, and each
+# that releases gradients. On another grid tensors would be cut elsewhere, and the mean would have other last bits.
+PASSES = kernels.lagged_step_kernel
 
 
 class TritonBackend:
