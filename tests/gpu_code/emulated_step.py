@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swd_fused import eight_bit
 from swd_fused.backends.triton.kernels import kernels, tables
+from swd_fused.backends.triton.operands import ROW_ALIGNMENT
 from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
+from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.schedule import hyper_rows
 from swd_fused.stochastic_rounding import rounding_start
 
@@ -48,19 +51,27 @@ class EmulatedStep:
         self.configuration, self.arch, self.programs, self.change = configuration, arch, programs, change
         self.dtypes, self.variant = CONFIGURATIONS[configuration]
         self.numels = [param.numel() for param in params]
+        self.shapes = [tuple(param.shape) for param in params]
+        self.coded = [i for i, param in enumerate(params) if self.variant.coded and eight_bit.fits(param)]
         moments = 3 if self.variant.amsgrad else 2
         self.memory = Memory(sum(self.numels) * 4 * 8 * (3 + moments) // 4 + len(params) * 8192 + (1 << 20))
         self.columns = {
             tables.PARAM_ADDRESS.value: self._put_all(params, self.dtypes.param, offset),
             tables.GRAD_ADDRESS.value: self._put_all(params, self.dtypes.grad, offset, writable=False),
-            tables.EXP_AVG_ADDRESS.value: self._put_zeros(self.dtypes.exp_avg, offset),
-            tables.EXP_AVG_SQ_ADDRESS.value: self._put_zeros(self.dtypes.exp_avg_sq, offset),
+            tables.EXP_AVG_ADDRESS.value: self._put_moments("exp_avg", offset),
+            tables.EXP_AVG_SQ_ADDRESS.value: self._put_moments("exp_avg_sq", offset),
         }
         if self.variant.amsgrad:
             self.columns[tables.MAX_EXP_AVG_SQ_ADDRESS.value] = self._put_zeros(self.dtypes.averaged, offset)
         if self.variant.master:
             self.columns[tables.MASTER_ADDRESS.value] = self._put_all(params, self.dtypes.weight, offset)
-        self.segments, program_segments = segments_of(dict(enumerate(self.numels)), programs)
+        self.scales = {
+            key: {i: self._put(np.zeros(scales_shape(self.shapes[i]), np.float32)) for i in self.coded}
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        columns = {i: rows_and_columns(self.shapes[i])[1] for i in self.coded}
+        self.segments, program_segments = segments_of(dict(enumerate(self.numels)), programs, columns)
+        codecs = self._codec_table()
         rows = [{**DEFAULTS, **group} for group in groups]
         limits = [sum(self.numels), max_grad_norm, skip_nonfinite, rounding_start(rounding_seed)]
         self.at: dict[str, int] = {
@@ -70,7 +81,8 @@ class EmulatedStep:
             "steps": self._put(np.zeros(len(params), np.float32)),
             "counter": self._put(np.zeros(1, np.int32)),
             "last": self._put(np.zeros(2)),
-            "tensors": self._put(self._tensor_table(groups), writable=False),
+            "tensors": codecs.nbytes
+            + self._put(np.concatenate([codecs.ravel(), self._tensor_table(groups).ravel()]), writable=False),
             "segments": self._put(np.array(self.segments, np.int64), writable=False),
             "program_segments": self._put(np.array(program_segments, np.int32), writable=False),
             "hyper": self._put(np.array(hyper_rows(rows)), writable=False),
@@ -117,13 +129,20 @@ class EmulatedStep:
             tables.MAX_EXP_AVG_SQ_ADDRESS.value: self.dtypes.averaged,
             tables.MASTER_ADDRESS.value: self.dtypes.weight,
         }
-        dtype = kinds[column]
+        codes = {tables.EXP_AVG_ADDRESS.value: torch.int8, tables.EXP_AVG_SQ_ADDRESS.value: torch.uint8}
+        dtypes = [
+            codes.get(column, kinds[column]) if i in self.coded else kinds[column] for i in range(len(self.numels))
+        ]
         return [
             torch.tensor(self.memory.bytes[at : at + n * dtype.itemsize]).view(dtype)
             if n
             else torch.empty(0, dtype=dtype)
-            for at, n in zip(self.columns[column], self.numels, strict=True)
+            for at, n, dtype in zip(self.columns[column], self.numels, dtypes, strict=True)
         ]
+
+    def scales_of(self, key: str, tensor: int) -> Tensor:
+        shape, at = scales_shape(self.shapes[tensor]), self.scales[key][tensor]
+        return torch.tensor(self.memory.bytes[at : at + 4 * math.prod(shape)]).view(torch.float32).view(shape)
 
     @property
     def params(self) -> list[Tensor]:
@@ -148,11 +167,32 @@ class EmulatedStep:
         for column, addresses in self.columns.items():
             table[:, column] = addresses
         table[:, tables.ALIGNED.value] = (table[:, list(self.columns)] % ALIGNMENT == 0).all(1)
+        for i in self.coded:
+            rows, columns = rows_and_columns(self.shapes[i])
+            table[i, tables.ALIGNED.value] &= rows == 1 or columns % ROW_ALIGNMENT == 0
         for number, group in enumerate(groups):
             table[group["params"], tables.GROUP.value] = number
         table[:, tables.TENSOR_ID.value] = range(len(self.numels))
         table[:, tables.ROW_LENGTH.value] = np.maximum(self.numels, 1)
         return table
+
+    def _codec_table(self) -> Array:
+        """The first tensor's row is the last one."""
+        if not self.variant.coded:
+            return np.zeros(0, np.int64)
+        table = np.zeros((len(self.numels), tables.CODEC_COLUMNS.value), np.int64)
+        for i in self.coded:
+            per_row = scales_shape(self.shapes[i])[-1]
+            addresses = (self.scales[key][i] for key in ("exp_avg", "exp_avg_sq"))
+            table[-1 - i] = [*addresses, rows_and_columns(self.shapes[i])[1], per_row, 0, per_row]
+        return table
+
+    def _put_moments(self, key: str, offset: int) -> list[int]:
+        dtypes = [CODE_DTYPES[key] if i in self.coded else getattr(self.dtypes, key) for i in range(len(self.numels))]
+        return [
+            self._put(raw_bytes(torch.zeros(n, dtype=dtype)), offset * dtype.itemsize)
+            for n, dtype in zip(self.numels, dtypes, strict=True)
+        ]
 
     def _put_all(self, tensors: Sequence[Tensor], dtype: torch.dtype, offset: int, writable: bool = True) -> list[int]:
         return [

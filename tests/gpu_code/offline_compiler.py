@@ -40,6 +40,16 @@ CONFIGURATIONS = {
     "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(master=True)),
     "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
     "bf16 with bf16 exp_avg": Configuration(Dtypes(BF16, BF16, BF16, F32, F32, BF16)),
+    "fp32 in 8 bits": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True)),
+    "bf16 in 8 bits": Configuration(
+        Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(coded=True, stochastic=True)
+    ),
+    "bf16 with masters in 8 bits": Configuration(
+        Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(coded=True, master=True)
+    ),
+    "fp32 amsgrad in 8 bits": Configuration(
+        Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)
+    ),
     "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
 }
 

@@ -10,7 +10,7 @@ import torch
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
-from swd_fused.backends.triton.parts import Dtypes
+from swd_fused.backends.triton.parts import LOADS_IN_FLIGHT, Dtypes
 from swd_fused.bucket import Bucket
 
 # Blocks of 8-bit codes that a program takes at once, a multiple of its warps.
@@ -43,8 +43,11 @@ def launcher_for(
 
 def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
     flags = {name.upper(): value for name, value in variant._asdict().items()}
-    tile = BLOCKS_IN_FLIGHT if variant.coded else 0
-    return {**dtypes.constants(), **flags, "CODED": tile, "SUM_GRADS": sum_grads}
+    constants = {**dtypes.constants(), **flags, "CODED": 0, "SUM_GRADS": sum_grads}
+    if variant.coded:
+        # Tensors without codes are few and small then, and must not be what decides about registers.
+        constants.update(CODED=BLOCKS_IN_FLIGHT, BLOCK=constants["BLOCK"] // LOADS_IN_FLIGHT)
+    return constants
 
 
 def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:
@@ -65,8 +68,8 @@ def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
     if kernel is kernels.exact_step_kernel and dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2:
         return 96
     sums_grads = kernel in (kernels.lagged_step_kernel, kernels.update_kernel)
-    sums_grads_of_float32 = sums_grads and dtypes.weight == torch.float32
-    return 168 if dtypes.compute == torch.float64 or variant.amsgrad or sums_grads_of_float32 else 128
+    takes_more = sums_grads and (dtypes.weight == torch.float32 or variant.coded)
+    return 168 if dtypes.compute == torch.float64 or variant.amsgrad or takes_more else 128
 
 
 @cache

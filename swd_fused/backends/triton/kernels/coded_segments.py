@@ -10,7 +10,6 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.eight_bit import (
     BLOCK_LENGTH,
-    LANES,
     LARGEST_CODE,
     LARGEST_ROOT_CODE,
     encoded,
@@ -24,7 +23,11 @@ from swd_fused.backends.triton.kernels.eight_bit import (
 )
 from swd_fused.backends.triton.kernels.element import larger, square_root, update_element
 from swd_fused.backends.triton.kernels.memory import elements
-from swd_fused.backends.triton.kernels.rounding import moment_key, segment_rounding, stochastically_rounded
+from swd_fused.backends.triton.kernels.rounding import (
+    moment_key,
+    segment_rounding,
+    stochastically_rounded_in_blocks,
+)
 from swd_fused.backends.triton.kernels.segments import segment_scalars
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
@@ -39,8 +42,12 @@ from swd_fused.backends.triton.kernels.tables import (
     PARAM_ADDRESS,
 )
 
-# Blocks in a tile of what is not aligned, one for each warp: addresses of single elements take many registers.
-UNALIGNED = tl.constexpr(4)
+# Neighbours in a tile that a warp has, for each element in an access; on AMD, half a warp.
+LANES = tl.constexpr(32)
+
+# The same for two warps, and how many blocks are taken at once, of what is not aligned.
+UNALIGNED_WIDTH = tl.constexpr(64)
+UNALIGNED = tl.constexpr(2)
 
 
 @triton.jit
@@ -75,12 +82,14 @@ def update_coded_segment(
         rounding = 0
     if tl.load(tensor_row + ALIGNED) != 0:
         total, squares = update_tiles(
-            operands, counts, numbers, rounding, scalars, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, TILE
-        )
+            operands, counts, numbers, rounding, scalars,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, LANES * VECTOR, VECTOR, TILE,
+        )  # fmt: skip
     else:
         total, squares = update_tiles(
-            operands, counts, numbers, rounding, scalars, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, 1, UNALIGNED
-        )
+            operands, counts, numbers, rounding, scalars,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, UNALIGNED_WIDTH, 1, UNALIGNED,
+        )  # fmt: skip
     return total, squares
 
 
@@ -88,15 +97,16 @@ def update_coded_segment(
 def update_tiles(
     operands, counts, numbers, rounding, scalars,
     COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    SUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros([TILE], tl.float64)
-    grad_total = tl.zeros([BLOCK_LENGTH // (LANES * VECTOR), TILE, LANES * VECTOR], COMPUTE)
+    grad_total = tl.zeros([TILE, WIDTH], COMPUTE)
     end = (counts[0] + TILE - 1) // TILE * TILE
     for back in range(TILE, end + TILE, TILE):
         averaged, squares = update_tile(
-            operands, end - back, counts, numbers, rounding, scalars, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR, TILE
-        )
+            operands, end - back, counts, numbers, rounding, scalars,
+            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, WIDTH, VECTOR, TILE,
+        )  # fmt: skip
         total += averaged
         if SUM_GRADS:
             grad_total += squares
@@ -106,12 +116,13 @@ def update_tiles(
 @triton.jit
 def update_tile(
     operands, begin, counts, numbers, rounding, scalars,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, VECTOR: tl.constexpr,
-    TILE: tl.constexpr,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns by block the sum of the second moments whose mean is the schedule, as they are stored, and grad^2."""
+    """Returns by block the sum of the second moments whose mean is the schedule, as they are stored, and grad^2 added
+    within threads, at once, or gradients would take registers to the end."""
     param, weight, codes, root_codes, scales, root_scales, max_exp_avg_sq, grad = operands
-    block, row, offset, inside, mask = tile_at(begin, counts, VECTOR, TILE)
+    block, row, offset, inside, mask = tile_at(begin, counts, WIDTH, VECTOR, TILE)
     g = load_tile(grad, offset, inside, mask, COMPUTE, VECTOR)
     p = load_tile(weight, offset, inside, mask, COMPUTE, VECTOR)
     m = load_tile(codes, offset, inside, mask, COMPUTE, VECTOR) * load_scales(scales, block, counts)[None, :, None]
@@ -121,6 +132,10 @@ def update_tile(
     largest = v
     if AMSGRAD:
         largest = load_tile(max_exp_avg_sq, offset, inside, mask, COMPUTE, VECTOR)
+    if SUM_GRADS:
+        squares = tl.sum(g * g, axis=0)
+    else:
+        squares = 0
     grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size = scalars
     p, m, v, largest, averaged, root = update_element(
         p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
@@ -129,7 +144,7 @@ def update_tile(
     if MASTER:
         store_tile(weight, p, offset, inside, mask, VECTOR)
     if STOCHASTIC:
-        p = stochastically_rounded(p, rounding, offset[None, :, None] + inside)
+        p = stochastically_rounded_in_blocks(p, rounding, offset, inside)
     store_tile(param, p, offset, inside, mask, VECTOR)
     if AMSGRAD:
         store_tile(max_exp_avg_sq, largest, offset, inside, mask, VECTOR)
@@ -146,7 +161,7 @@ def update_tile(
         sums = tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
     else:
         sums = sums_of_blocks(v, new_root_scales, mask)
-    return sums, g * g
+    return sums, squares
 
 
 @triton.jit
@@ -162,21 +177,22 @@ def sum_of_coded(
         elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
     )
     if tl.load(tensor_row + ALIGNED) != 0:
-        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, VECTOR, TILE)
+        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, LANES * VECTOR, VECTOR, TILE)
     else:
-        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, 1, UNALIGNED)
+        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, UNALIGNED_WIDTH, 1, UNALIGNED)
     return total
 
 
 @triton.jit
 def sum_of_tiles(
-    operands, counts, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
-):
+    operands, counts,
+    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     root_codes, root_scales, max_exp_avg_sq = operands
     total = tl.zeros([TILE], tl.float64)
     end = (counts[0] + TILE - 1) // TILE * TILE
     for back in range(TILE, end + TILE, TILE):
-        block, _, offset, inside, mask = tile_at(end - back, counts, VECTOR, TILE)
+        block, _, offset, inside, mask = tile_at(end - back, counts, WIDTH, VECTOR, TILE)
         if AMSGRAD:
             averaged = load_tile(max_exp_avg_sq, offset, inside, mask, COMPUTE, VECTOR)
             total += tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
@@ -202,19 +218,22 @@ def sum_of_next_max_coded(
     beta2 = tl.load(hyper_row + BETA2)
     scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
     if tl.load(tensor_row + ALIGNED) != 0:
-        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, VECTOR, TILE)
+        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, LANES * VECTOR, VECTOR, TILE)
     else:
-        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, 1, UNALIGNED)
+        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, UNALIGNED_WIDTH, 1, UNALIGNED)
     return total
 
 
 @triton.jit
-def sum_of_next_max_tiles(operands, counts, scalars, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
+def sum_of_next_max_tiles(
+    operands, counts, scalars,
+    COMPUTE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     root_codes, root_scales, max_exp_avg_sq, grad = operands
     grad_scale, beta2, one_minus_beta2 = scalars
-    total = tl.zeros([BLOCK_LENGTH // (LANES * VECTOR), TILE, LANES * VECTOR], COMPUTE)
+    total = tl.zeros([BLOCK_LENGTH // WIDTH, TILE, WIDTH], COMPUTE)
     for begin in range(0, counts[0], TILE):
-        block, _, offset, inside, mask = tile_at(begin, counts, VECTOR, TILE)
+        block, _, offset, inside, mask = tile_at(begin, counts, WIDTH, VECTOR, TILE)
         g = load_tile(grad, offset, inside, mask, COMPUTE, VECTOR) * grad_scale
         root = load_tile(root_codes, offset, inside, mask, COMPUTE, VECTOR)
         root *= load_scales(root_scales, block, counts)[None, :, None]

@@ -2,6 +2,7 @@
 
 A tile has the shape [256 / width, blocks, width], where a warp's threads together have `width` neighbours: so a block
 is within one warp, each of its accesses is one stretch of memory, and what is found of a block takes no shared memory.
+Where elements are not aligned two warps share a block, since single accesses take more registers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ LEAST_SCALE = tl.constexpr(eight_bit.LEAST_SCALE)
 LARGEST_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg"])
 LARGEST_ROOT_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg_sq"])
 
-# The threads of a warp; on AMD, half of them.
-LANES = tl.constexpr(32)
-
 # Added to a float32 number below 2^22 it leaves no bits for a fraction: the number is rounded to nearest, ties to even.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
@@ -42,15 +40,14 @@ def segment_blocks(codec_row, start, count):
     pitch = tl.load(codec_row + BLOCK_PITCH)
     number = tl.load(codec_row + FIRST_BLOCK) + row * pitch + in_row
     counts = (end - first).to(tl.int32), in_row.to(tl.int32), per_row.to(tl.int32), tail.to(tl.int32)
-    return first, counts, number, pitch - per_row
+    return first, counts, number, (pitch - per_row).to(tl.int32)
 
 
 @triton.jit
-def tile_at(begin, counts, VECTOR: tl.constexpr, TILE: tl.constexpr):
+def tile_at(begin, counts, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
     """The blocks of a tile, in which row they are and where they begin, all counted from the segment's beginning; the
     elements' places in their block, and which of them exist."""
     count, in_row, per_row, tail = counts
-    WIDTH: tl.constexpr = LANES * VECTOR
     inside = tl.arange(0, BLOCK_LENGTH // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     block = begin + tl.arange(0, TILE)
     row = (in_row + block) // per_row
@@ -84,7 +81,7 @@ def load_scales(scales, block, counts):
 @triton.jit
 def tile_noise(key, number, gap, block, row, inside):
     """8 random bits for each of both moments. Two neighbours share a hash, whose key is the same in a whole block."""
-    number = number + block + row * gap
+    number = number + block + row.to(tl.int64) * gap
     keys = key + scrambled((number >> 25).to(tl.uint32))
     pairs = (number * (BLOCK_LENGTH // 2)).to(tl.uint32)[None, :, None] + (inside // 2).to(tl.uint32)
     bits = scrambled(keys[None, :, None] ^ (pairs * 0x9E3779B9)) >> (inside % 2 * 16).to(tl.uint32)

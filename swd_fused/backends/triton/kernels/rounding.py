@@ -58,6 +58,24 @@ def stochastically_rounded(values, rounding, offsets):
     values = values.to(tl.float32)
     keys = key + scrambled((numbers >> 32).to(tl.uint32))
     noise = scrambled(keys ^ (numbers.to(tl.uint32) * 0x9E3779B9)) >> 16
+    return rounded_by(values, noise)
+
+
+@triton.jit
+def stochastically_rounded_in_blocks(values, rounding, offset, inside):
+    """The same for a tile of blocks, given their offsets and each element's place in its block. A block is within a
+    row, so that numbers follow from its first one; its higher 32 bits may change once."""
+    key, first, left_in_row, row_length, gap = rounding
+    number = element_numbers(first, left_in_row, row_length, gap, offset)
+    low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+    before, behind = key + scrambled(high), key + scrambled(high + 1)
+    lows = low[None, :, None] + inside.to(tl.uint32)
+    keys = tl.where(lows < low[None, :, None], behind[None, :, None], before[None, :, None])
+    return rounded_by(values.to(tl.float32), scrambled(keys ^ (lows * 0x9E3779B9)) >> 16)
+
+
+@triton.jit
+def rounded_by(values, noise):
     bits = values.to(tl.uint32, bitcast=True)
     rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
