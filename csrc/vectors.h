@@ -35,12 +35,9 @@ SWD_INLINE void put(T* p, const V& value) {
 
 SWD_INLINE float square_root(float x) { return std::sqrt(x); }
 SWD_INLINE double square_root(double x) { return std::sqrt(x); }
-SWD_INLINE Vector<float> square_root(Vector<float> x) {
-  for (int l = 0; l < LANES<float>; ++l) x[l] = std::sqrt(x[l]);
-  return x;
-}
-SWD_INLINE Vector<double> square_root(Vector<double> x) {
-  for (int l = 0; l < LANES<double>; ++l) x[l] = std::sqrt(x[l]);
+template <typename V>
+SWD_INLINE V square_root(V x) {
+  for (size_t l = 0; l < sizeof(V) / sizeof(x[0]); ++l) x[l] = std::sqrt(x[l]);
   return x;
 }
 

@@ -11,6 +11,9 @@ namespace swd {
 namespace {
 
 struct PlainLanes {
+  using Floats = Vector<float>;
+  using Unsigned = Vector<uint32_t>;
+  static SWD_INLINE double sum(const Floats& numbers) { return sum_of_lanes<float>(numbers); }
   using SquaredCodes = int64_t;
 
   struct Noise {
@@ -92,7 +95,9 @@ SWD_CLONES UpdateSums update_blocks_in_plain_loops(float* param, const CodedBloc
 
 UpdateSums update_coded(float* param, const CodedBlocks& moments, float* max_exp_avg_sq, const float* grad, int64_t n,
                         const Scalars<float>& scalars, uint32_t rounding_key, int64_t block) {
-  static UpdateBlocks& update_blocks = has_avx2() ? update_blocks_by_avx2 : update_blocks_in_plain_loops;
+  static UpdateBlocks& update_blocks = has_avx512() ? update_blocks_by_avx512
+                                       : has_avx2() ? update_blocks_by_avx2
+                                                    : update_blocks_in_plain_loops;
   const int64_t blocks = n / CODE_BLOCK, whole = blocks * CODE_BLOCK;
   UpdateSums sums;
   if (blocks) sums += update_blocks(param, moments, max_exp_avg_sq, grad, blocks, scalars, rounding_key, block);

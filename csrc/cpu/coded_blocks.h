@@ -32,10 +32,11 @@ double sum_coded(const uint8_t* root, const float* root_scales, int64_t n);
 // Second moments as numbers.
 void decode_exp_avg_sq(float* exp_avg_sq, const uint8_t* root, const float* root_scales, int64_t n);
 
-// What update_coded consists of: whole blocks, by plain loops or by AVX2's instructions where the machine has them.
+// What update_coded consists of: whole blocks, by the best instructions that the machine has.
 using UpdateBlocks = UpdateSums(float* param, const CodedBlocks& moments, float* max_exp_avg_sq, const float* grad,
                                 int64_t blocks, const Scalars<float>& scalars, uint32_t rounding_key, int64_t block);
-UpdateBlocks update_blocks_in_plain_loops, update_blocks_by_avx2;
+UpdateBlocks update_blocks_in_plain_loops, update_blocks_by_avx2, update_blocks_by_avx512;
 bool has_avx2();
+bool has_avx512();
 
 }  // namespace swd

@@ -7,9 +7,6 @@
 namespace swd {
 namespace {
 
-using Floats = Vector<float>;
-using Unsigned = Vector<uint32_t>;
-
 // Elements that are updated, and of the block before rounded, at once.
 constexpr int64_t PART = 32;
 
@@ -20,6 +17,7 @@ struct FreshBlock {
 
 // The largest magnitudes of numbers that are not negative. Compared as integers they are in the same order, with NaN
 // above infinity: so no NaN is lost.
+template <typename Floats, typename Unsigned>
 struct Largest {
   Unsigned bits{};
 
@@ -30,13 +28,14 @@ struct Largest {
   }
   SWD_INLINE float number() const {
     uint32_t largest = bits[0];
-    for (int l = 1; l < LANES<float>; ++l) largest = bits[l] > largest ? bits[l] : largest;
+    for (size_t l = 1; l < sizeof(Floats) / sizeof(float); ++l) largest = bits[l] > largest ? bits[l] : largest;
     float x;
     std::memcpy(&x, &largest, sizeof x);
     return x;
   }
 };
 
+template <typename Unsigned, typename Floats>
 SWD_INLINE Floats without_sign(Floats numbers) {
   Unsigned bits;
   std::memcpy(&bits, &numbers, sizeof bits);
@@ -52,17 +51,20 @@ template <typename Lanes, bool AMSGRAD, bool L2>
 SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments, float* max_exp_avg_sq,
                                        const float* grad, int64_t blocks, const Scalars<float>& scalars,
                                        uint32_t rounding_key, int64_t block) {
+  using Floats = typename Lanes::Floats;
+  using Unsigned = typename Lanes::Unsigned;
+  constexpr int64_t WIDTH = sizeof(Floats) / sizeof(float);
   const Scalars<float> s = scalars;
   FreshBlock fresh[2];
   Floats grad_sum{};
-  Largest largest_exp_avg, largest_root;
+  Largest<Floats, Unsigned> largest_exp_avg, largest_root;
   UpdateSums sums;
 
   const auto update_part = [&](int64_t begin, const int8_t* codes, const uint8_t* root_codes, float exp_avg_scale,
                                float root_scale, FreshBlock& now) SWD_INLINE_LAMBDA {
     const int64_t offset = begin % CODE_BLOCK;
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < PART; i += LANES<float>) {
+    for (int64_t i = 0; i < PART; i += WIDTH) {
       Floats p = get<Floats>(param + begin + i), second_max{};
       const Floats g = get<Floats>(grad + begin + i);
       Floats m = Lanes::numbers(codes + begin + i) * exp_avg_scale;
@@ -77,7 +79,7 @@ SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments,
       put(param + begin + i, p);
       put(now.exp_avg + offset + i, m);
       put(now.root + offset + i, root);
-      largest_exp_avg.add(without_sign(m));
+      largest_exp_avg.add(without_sign<Unsigned>(m));
       largest_root.add(root);
       grad_sum += g * g;
     }
@@ -92,7 +94,7 @@ SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments,
       moments.root_scales[b - 1] = largest_root.number() * (1 / LARGEST_ROOT_CODE);
       to_exp_avg = to_fixed_point(moments.exp_avg_scales[b - 1]);
       to_root = to_fixed_point(moments.root_scales[b - 1]);
-      largest_exp_avg = largest_root = Largest{};
+      largest_exp_avg = largest_root = Largest<Floats, Unsigned>{};
     }
     const int64_t rounded = (b - 1) * CODE_BLOCK, updated = b * CODE_BLOCK;
     const typename Lanes::Noise noise(block_key(rounding_key, block + b - 1), (block + b - 1) * (CODE_BLOCK / 2));
@@ -118,7 +120,7 @@ SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments,
     }
     sums.averaged += block_sum(Lanes::total(squares), moments.root_scales[b - 1]);
   }
-  sums.grad = sum_of_lanes<float>(grad_sum);
+  sums.grad = Lanes::sum(grad_sum);
   return sums;
 }
 
