@@ -198,6 +198,31 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 
 @triton_only
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_replay_with_moments_in_8_bits(backend: str, schedule: str) -> None:
+    """Bit for bit what steps that are not captured do: random bits follow the step count, which is on the device."""
+    shapes = [(9, 512), (30,), (11, 402)]
+    params, grads = random_params(shapes), random_grads(shapes, 5)
+    twins = twins_of(params)
+    optimizers = [
+        FusedAdamS(tensors, backend=backend, schedule=schedule, state_dtype="8bit") for tensors in (params, twins)
+    ]
+    for tensors, optimizer in zip((params, twins), optimizers, strict=True):
+        set_grads(tensors, [grad.clone() for grad in grads[0]])
+        warm_up(optimizer.step, 2)
+    replay = captured(optimizers[0].step)
+    for step_grads in grads[1:]:
+        for tensors, step in ((params, replay), (twins, optimizers[1].step)):
+            for param, grad in zip(tensors, step_grads, strict=True):
+                param.grad.copy_(grad)  # type: ignore[union-attr]
+            step()
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param, twin)
+        states = [optimizer.state[own] for optimizer, own in zip(optimizers, (param, twin), strict=True)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@triton_only
 @pytest.mark.parametrize("options", MODES)
 def test_replay_with_changed_gradients_and_lr(backend: str, options: dict[str, Any]) -> None:
     params, grads = random_params(SHAPES), random_grads(SHAPES, 6)

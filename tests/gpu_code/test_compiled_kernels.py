@@ -13,6 +13,7 @@ from swd_fused.backends.triton.launch import Launcher, resident_programs
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
 
+CODED = [configuration for configuration, (_, variant) in CONFIGURATIONS.items() if variant.coded]
 KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
 CASES = [
     *(("exact_step_kernel", arch, configuration) for configuration in CONFIGURATIONS for arch in ARCHITECTURES),
@@ -20,11 +21,15 @@ CASES = [
     *(("lagged_step_kernel", 120, configuration) for configuration in CONFIGURATIONS if configuration != "fp32"),
     *(("update_kernel", 90, configuration) for configuration in ("bf16", "fp64", "bf16 with masters", "fp32 amsgrad")),
     *((kernel, 90, "fp32 amsgrad") for kernel in ("max_exp_avg_sq_sum_kernel", "stored_sums_kernel")),
+    *(("lagged_step_kernel", arch, configuration) for configuration in CODED for arch in (80, 90, 100)),
+    *((kernel, 90, "fp32 in 8 bits") for kernel in ("update_kernel", "stored_sums_kernel")),
+    ("max_exp_avg_sq_sum_kernel", 90, "fp32 amsgrad in 8 bits"),
 ]
 NVIDIA_CASES = [case for case in CASES if isinstance(case[1], int) and not case[0].startswith("last_")]
 
 # 128-bit accesses in the code: 8 of pass 1 and two for each operand of the update that has 128 bits for each thread.
-# Where compilers unroll loops there are more.
+# Where compilers unroll loops there are more. With codes, two for each operand of tensors that have them, and one of
+# those that have none.
 WIDE = {
     "fp32": (8 + 2 * 4, 2 * 3),
     "bf16": (8 + 2 * 2, 2 * 2),
@@ -35,6 +40,10 @@ WIDE = {
     "bf16 rounded by chance": (8 + 2 * 2, 2 * 2),
     "bf16 with bf16 exp_avg": (8 + 2 * 1, 2 * 1),
     "fp32 amsgrad": (8 + 2 * (3 + 5), 2 * 4),
+    "fp32 in 8 bits": (8 + 2 * 2 + 4, 2 * 1 + 3),
+    "bf16 in 8 bits": (8 + 2 * 0 + 2, 2 * 0 + 2),
+    "bf16 with masters in 8 bits": (8 + 2 * 1 + 3, 2 * 1 + 3),
+    "fp32 amsgrad in 8 bits": (8 + 2 * (2 + 3) + 3 + 5, 2 * 2 + 4),
 }
 
 # What a B200 needs on their way to each multiprocessor: 8 TB/s at 800 ns, of 148 multiprocessors.
@@ -46,7 +55,19 @@ ENOUGH_ON_SM_120 = 9 * 1024
 COMPILED_TWICE = {
     ("exact_step_kernel", 120, "bf16 rounded by chance"),
     ("lagged_step_kernel", 120, "bf16 rounded by chance"),
+    *(("exact_step_kernel", 100, f"{configuration} in 8 bits") for configuration in ("bf16", "bf16 with masters")),
+    *(("exact_step_kernel", 120, f"{name} in 8 bits") for name in ("fp32", "bf16", "bf16 with masters")),
+    *(("lagged_step_kernel", arch, "bf16 in 8 bits") for arch in (80, 90, 100, 120)),
+    *(("lagged_step_kernel", arch, "bf16 with masters in 8 bits") for arch in (80, 90, 100)),
+    ("lagged_step_kernel", 100, "fp32 amsgrad in 8 bits"),
 }
+
+# With codes an H100's need must do, 3.35 TB/s at 700 ns, and where 2 programs are resident an A100's, 2 TB/s.
+ENOUGH_WITH_CODES = 18 * 1024
+ENOUGH_FOR_TWO = 12 * 1024
+
+# AMD's compiler keeps a few scalars in lanes of vector registers.
+SCALARS_SPILLED = {("exact_step_kernel", "gfx942", f"{name} in 8 bits") for name in ("bf16", "bf16 with masters")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,9 +80,13 @@ def _all_submitted() -> None:
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), CASES)
 def test_nothing_is_spilled(kernel: str, arch: int | str, configuration: str) -> None:
     binary = submit(kernel, arch, configuration).result()
+    case = kernel, arch, configuration
+    if case in SCALARS_SPILLED:
+        assert binary.code.spills <= 12
+        return
     assert (binary.code.spills, binary.code.stack_bytes) == (0, 0)
-    assert binary.code.registers <= 168
-    assert binary.spills_at_first == ((kernel, arch, configuration) in COMPILED_TWICE)
+    assert binary.code.registers <= (255 if configuration in CODED and case in COMPILED_TWICE else 168)
+    assert binary.spills_at_first == (case in COMPILED_TWICE)
 
 
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), NVIDIA_CASES)
@@ -77,7 +102,9 @@ def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: i
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         programs = resident_programs(SimpleNamespace(n_regs=binary.code.registers), torch.device("cuda"))
     assert binary.code.bytes_in_flight
-    enough = ENOUGH_ON_SM_120 if arch == 120 else ENOUGH_IN_FLIGHT
+    with_codes = ENOUGH_WITH_CODES if programs > 2 else ENOUGH_FOR_TWO
+    enough = with_codes if configuration in CODED else ENOUGH_IN_FLIGHT
+    enough = ENOUGH_ON_SM_120 if arch == 120 else enough
     assert min(binary.code.bytes_in_flight) * binary.threads * programs >= enough
 
 
@@ -89,6 +116,15 @@ def test_whole_blocks_are_read_and_written_in_128_bits(arch: int | str, configur
     assert binary.code.loads[128] >= loads
     assert binary.code.stores[128] >= stores
     assert binary.threads == 128
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("configuration", CODED)
+def test_codes_of_whole_blocks_are_read_and_written_in_32_bits(arch: int | str, configuration: str) -> None:
+    """Single bytes are for what is not aligned: four of each moment, and of the second one in amsgrad's first pass."""
+    code = submit("exact_step_kernel", arch, configuration).result().code
+    assert code.loads[8] == (12 if "amsgrad" in configuration else 8)
+    assert code.stores[8] == 8
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -220,8 +220,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _device(func: Any, args: Any, kwargs: Any) -> torch.device:
-    """Returns the one device that all tensors are on, as torch demands; scalars may be anywhere."""
-    tensors = list(_tensors((args, kwargs)))
+    """Returns the one device that all tensors are on, as torch demands; scalars may be anywhere, and tensors on "meta"
+    only say of what shape a new one is."""
+    tensors = [tensor for tensor in _tensors((args, kwargs)) if not tensor.is_meta]
     devices = {tensor.device for tensor in tensors if tensor.dim() > 0}
     devices = devices or {tensor.device for tensor in tensors if tensor.is_cuda}
     devices = devices or {_with_index(torch.device(kwargs["device"]))}
