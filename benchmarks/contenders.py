@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,12 +26,12 @@ SCHEDULED_WEIGHT_DECAY = 1e-5
 
 @dataclass(frozen=True)
 class Contender:
-    """`bytes_per_element` counts reads and writes of float32 tensors, None where there are temporaries in blocks or
+    """`bytes_per_element` counts reads and writes of large tensors, None where there are temporaries in blocks or
     lists whose traffic depends on the caches. `peer` is the contender that its time is divided by."""
 
     name: str
     backend: str
-    bytes_per_element: int | None
+    bytes_per_element: float | None
     peer: str
     build: Build
 
@@ -53,7 +54,9 @@ def with_clipping(build: Build) -> Build:
     return build_with_clipping
 
 
-def fused_adams(schedule: str, backend: str, max_grad_norm: float | None = None) -> Build:
+def fused_adams(
+    schedule: str, backend: str, max_grad_norm: float | None = None, state_dtype: str | None = None
+) -> Build:
     def build(params: Sequence[Tensor]) -> Step:
         return FusedAdamS(
             params,
@@ -61,9 +64,18 @@ def fused_adams(schedule: str, backend: str, max_grad_norm: float | None = None)
             schedule=schedule,
             backend=backend,
             max_grad_norm=max_grad_norm,
+            state_dtype=state_dtype,
         ).step
 
     return build
+
+
+def torchao_adamw8bit(params: Sequence[Tensor]) -> Step:
+    """It compiles its step, by shape, in the first steps: those that warm up."""
+    from torchao.optim import AdamW8bit
+
+    step: Step = AdamW8bit(list(params), weight_decay=1e-2).step
+    return step
 
 
 def authors_loop(params: Sequence[Tensor]) -> Step:
@@ -72,6 +84,7 @@ def authors_loop(params: Sequence[Tensor]) -> Step:
 
 PEER = "AdamW fused"
 CLIPPED_PEER = "AdamW fused + clip_grad_norm_"
+TORCHAO = "torchao AdamW8bit"
 
 
 def contenders(kernels: str) -> tuple[Contender, ...]:
@@ -80,6 +93,13 @@ def contenders(kernels: str) -> tuple[Contender, ...]:
         Contender(PEER, "fused", 28, PEER, adamw),
         Contender(f"FusedAdamS exact ({kernels})", kernels, 32, PEER, fused_adams("exact", kernels)),
         Contender(f"FusedAdamS lagged ({kernels})", kernels, 28, PEER, fused_adams("lagged", kernels)),
+        # Parameters and gradients of 4 bytes, moments of 1 with 4 for each block of 256.
+        Contender(
+            f"FusedAdamS exact 8bit ({kernels})", kernels, 20.06, PEER, fused_adams("exact", kernels, None, "8bit")
+        ),
+        Contender(
+            f"FusedAdamS lagged 8bit ({kernels})", kernels, 16.06, PEER, fused_adams("lagged", kernels, None, "8bit")
+        ),
         Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, with_clipping(adamw)),
         Contender(
             f"FusedAdamS exact + clip ({kernels})",
@@ -93,6 +113,7 @@ def contenders(kernels: str) -> tuple[Contender, ...]:
         Contender(
             "FusedAdamS exact + clip (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
         ),
+        *([Contender(TORCHAO, "compile", None, PEER, torchao_adamw8bit)] if find_spec("torchao") else ()),
         Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
         # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of
         # v^, 8 for the decay, 8+8+8 for the denominator, 16 for the update.

@@ -11,17 +11,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.conditions import read_rows
-from benchmarks.contenders import CLIPPED_PEER, PEER
+from benchmarks.contenders import CLIPPED_PEER, PEER, TORCHAO
 
 Row = dict[str, str]
 
 # Okabe and Ito's palette, which readers with any kind of colour vision can tell apart.
-KERNEL_COLOURS = {"exact": "#0072B2", "lagged": "#56B4E9", "exact + clip": "#0072B2"}
+KERNEL_COLOURS = {
+    "exact": "#0072B2",
+    "lagged": "#56B4E9",
+    "exact 8bit": "#009E73",
+    "lagged 8bit": "#7FCEB9",
+    "exact + clip": "#0072B2",
+}
 COLOURS = {
     **{f"FusedAdamS {mode} ({kernels})": c for kernels in ("cpu", "triton") for mode, c in KERNEL_COLOURS.items()},
     "FusedAdamS exact (torch)": "#E69F00",
     "FusedAdamS lagged (torch)": "#F0E442",
     "FusedAdamS exact + clip (torch)": "#E69F00",
+    TORCHAO: "#D55E00",
     "AdamW foreach": "#999999",
     "authors' loop": "#CC79A7",
 }

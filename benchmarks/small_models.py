@@ -43,10 +43,12 @@ class SmallGPT(nn.Module):
         vocabulary, context = self.token_embedding.num_embeddings, self.position_embedding.num_embeddings
         return torch.randint(vocabulary, (size, context + 1), generator=generator)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.token_embedding(tokens) + self.position_embedding.weight
+        return F.linear(self.norm(self.blocks(x)), self.token_embedding.weight)
+
     def loss(self, tokens: Tensor) -> Tensor:
-        x = self.token_embedding(tokens[:, :-1]) + self.position_embedding.weight
-        logits = F.linear(self.norm(self.blocks(x)), self.token_embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class ResNetBlock(nn.Module):

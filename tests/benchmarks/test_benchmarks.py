@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ from benchmarks import (
 )
 from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.conditions import read_rows
-from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected
+from benchmarks.contenders import CONTENDERS as ALL_CONTENDERS
+from benchmarks.contenders import GPU_CONTENDERS as ALL_GPU_CONTENDERS
+from benchmarks.contenders import TORCHAO, Contender, parameters, selected
 from benchmarks.paper.presets import PAPER
 from benchmarks.small_models import SmallGPT, SmallResNet
 from benchmarks.suites import SUITES, Suite
@@ -43,6 +46,10 @@ from swd_fused.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG"
 STEPS = 10
+
+# Compiling takes torchao minutes, so one test does.
+CONTENDERS = tuple(contender for contender in ALL_CONTENDERS if contender.name != TORCHAO)
+GPU_CONTENDERS = tuple(contender for contender in ALL_GPU_CONTENDERS if contender.name != TORCHAO)
 
 
 @pytest.fixture
@@ -76,12 +83,22 @@ def test_suite_totals(name: str, elements: int, tensors: int) -> None:
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
 def test_contender_steps(contender: Contender) -> None:
-    params = parameters([(7, 5), (3,)])
+    params = parameters([(7, 5), (3,), (20, 300)])
     step = contender.build(params)
     for _ in range(2):
         before = [param.detach().clone() for param in params]
         step()
         assert all((param != old).all() and param.isfinite().all() for param, old in zip(params, before, strict=True))
+
+
+@pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")  # what it and the compiler have to say
+def test_torchao_steps() -> None:
+    (contender,) = (contender for contender in ALL_CONTENDERS if contender.name == TORCHAO)
+    (param,) = parameters([(64, 64)])
+    step, before = contender.build([param]), param.detach().clone()
+    step()
+    assert (param != before).all()
 
 
 def test_contender_names_and_peers() -> None:
@@ -198,6 +215,7 @@ STEP_TIME_COLUMNS = {
 
 @pytest.mark.usefixtures("_keep_threads")
 def test_step_time_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(step_time, "CONTENDERS", CONTENDERS)
     monkeypatch.setitem(SUITES, "tiny", Suite(((5, 3), (7,)), repeats=99))
     step_time.main(["--suite", "tiny", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "step_time.csv")
@@ -229,6 +247,7 @@ def test_step_time_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As far as that goes without one: its contenders, interpreted, by the host's clock."""
+    monkeypatch.setattr(step_time, "GPU_CONTENDERS", GPU_CONTENDERS)
     monkeypatch.setitem(SUITES, "tiny", Suite(((5, 3), (7,)), repeats=1))
     monkeypatch.setattr(gpu, "missing", lambda: None)
     monkeypatch.setattr(gpu, "timed", timing.timed)
@@ -287,7 +306,8 @@ def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
 
 
 def test_every_bar_has_a_colour() -> None:
-    assert set(plot_step_time.COLOURS) == {c.name for c in (*CONTENDERS, *GPU_CONTENDERS) if c.name != c.peer}
+    names = {c.name for c in (*CONTENDERS, *GPU_CONTENDERS) if c.name != c.peer}
+    assert set(plot_step_time.COLOURS) == {*names, TORCHAO}
 
 
 @pytest.mark.usefixtures("_keep_threads")
