@@ -88,6 +88,10 @@ def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtyp
             moment = backend.new_moment(local_tensor(param), dtype, param.device).copy_(values)
             del state[CODES[key]], state[SCALES[key]]
             state[key] = sharded_like(param, moment)
+        elif is_coded(state, key):
+            for name in (CODES[key], SCALES[key]):
+                if not local_tensor(state[name]).is_contiguous():
+                    state[name] = state[name].contiguous()
         elif key in state and key in CODED and is_wanted_coded:
             state.update(_as_codes(key, param, local_tensor(state.pop(key)), backend))
         elif key in state:

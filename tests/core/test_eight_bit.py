@@ -369,6 +369,20 @@ def test_writes_by_others_are_seen(backend: str, key: str, schedule: str) -> Non
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.backends(interpreted=False)
+def test_codes_in_another_layout_are_taken(backend: str) -> None:
+    results = []
+    for is_transposed in (False, True):
+        optimizer = trained({"state_dtype": "8bit", "backend": backend})
+        (param,) = optimizer.numbered_params()
+        state = optimizer.state[param]
+        for key in CODED_KEYS - {"step"}:
+            state[key] = state[key].t().contiguous().t() if is_transposed else state[key].clone()
+        run([param], random_grads([(16, 300)], 2), optimizer)
+        results.append(param)
+    assert torch.equal(*results)
+
+
 def test_state_of_the_wrong_shape_is_refused_at_a_step(backend: str) -> None:
     optimizer = trained({"state_dtype": "8bit", "backend": backend})
     (param,) = optimizer.numbered_params()
