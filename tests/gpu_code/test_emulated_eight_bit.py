@@ -99,3 +99,15 @@ def test_a_step_moves_as_few_bytes_as_there_are(kernel: str, configuration: str,
     )
     assert each <= statistics.bytes / numel < 1.08 * each
     assert each <= statistics.sector_bytes / numel < 1.08 * each
+
+
+@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
+def test_there_is_no_race_and_any_order_gives_the_same_bits(kernel: str) -> None:
+    params, grads = start("fp32 in 8 bits", [(9, 512), (7,), (11, 402)])
+    everything = []
+    for seed in (None, 0):
+        model = EmulatedStep("fp32 in 8 bits", params, two_groups(len(params)), programs=3)
+        model.set_grads(grads[0])
+        model.launch(kernel, seed=seed, find_races=True)
+        everything.append(model.everything())
+    assert everything[0] == everything[1]
