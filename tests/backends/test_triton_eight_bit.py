@@ -24,7 +24,7 @@ STEPS = 3
 
 # With codes: whole blocks, rows with a shorter last one that are aligned and that are not, a vector, more dimensions.
 # The last three have none, since they have too few elements or too short rows.
-SHAPES = [(3, 512), (2, 600), (4, 402), (1100,), (3, 11, 40), (2, 3, 17, 19), (30,), (), (200, 8)]
+SHAPES = [(3, 512), (2, 600), (4, 402), (1101,), (3, 11, 40), (2, 3, 17, 19), (30,), (), (200, 8)]
 CODED = 6
 LEAST_NUMEL = 1000  # smaller than it is, for the interpreter, which takes milliseconds for each block
 

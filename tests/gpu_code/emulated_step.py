@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swd_fused import eight_bit
 from swd_fused.backends.triton.kernels import kernels, tables
-from swd_fused.backends.triton.operands import ROW_ALIGNMENT
+from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
 from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.schedule import hyper_rows
@@ -169,7 +169,7 @@ class EmulatedStep:
         table[:, tables.ALIGNED.value] = (table[:, list(self.columns)] % ALIGNMENT == 0).all(1)
         for i in self.coded:
             rows, columns = rows_and_columns(self.shapes[i])
-            table[i, tables.ALIGNED.value] &= rows == 1 or columns % ROW_ALIGNMENT == 0
+            table[i, tables.ALIGNED.value] &= rows == 1 or columns % ROW_ALIGNMENT.value == 0
         for number, group in enumerate(groups):
             table[group["params"], tables.GROUP.value] = number
         table[:, tables.TENSOR_ID.value] = range(len(self.numels))

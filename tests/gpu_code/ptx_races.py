@@ -14,7 +14,6 @@ from .ptx_memory import Memory
 from .ptx_parser import Instruction
 from .ptx_types import Array
 
-GRAIN = 2  # bytes; the narrowest access that is watched
 NOBODY = -1
 
 
@@ -24,28 +23,28 @@ class RaceError(RuntimeError):
 
 class Races:
     def __init__(self, memory: Memory, programs: int, threads: int) -> None:
-        lanes, grains = programs * threads, -(-memory.top // GRAIN)
+        lanes, size = programs * threads, memory.top
         self.threads = threads
         self.known = np.zeros((lanes, lanes), np.int32)
         np.fill_diagonal(self.known, 1)
         self.released: dict[int, Array] = {}
-        self.writer, self.written = np.full(grains, NOBODY), np.zeros(grains, np.int32)
-        self.reader, self.read_at = np.full((programs, grains), NOBODY), np.zeros((programs, grains), np.int32)
+        self.writer, self.written = np.full(size, NOBODY), np.zeros(size, np.int32)
+        self.reader, self.read_at = np.full((programs, size), NOBODY), np.zeros((programs, size), np.int32)
 
     def read(self, lane: Array, address: Array, size: int, instruction: Instruction) -> None:
-        for grain in self._grains(address, size, instruction):
-            self._require(lane, self.writer[grain], self.written[grain], "read what", "wrote", instruction)
+        for byte in (address + i for i in range(size)):
+            self._require(lane, self.writer[byte], self.written[byte], "read what", "wrote", instruction)
             program = lane // self.threads
-            self.reader[program, grain] = lane
-            self.read_at[program, grain] = self.known[lane, lane]
+            self.reader[program, byte] = lane
+            self.read_at[program, byte] = self.known[lane, lane]
 
     def write(self, lane: Array, address: Array, size: int, instruction: Instruction) -> None:
-        for grain in self._grains(address, size, instruction):
-            self._require(lane, self.writer[grain], self.written[grain], "overwrites what", "wrote", instruction)
+        for byte in (address + i for i in range(size)):
+            self._require(lane, self.writer[byte], self.written[byte], "overwrites what", "wrote", instruction)
             for reader, read_at in zip(self.reader, self.read_at, strict=True):
-                self._require(lane, reader[grain], read_at[grain], "overwrites what", "read", instruction)
-            self.writer[grain] = lane
-            self.written[grain] = self.known[lane, lane]
+                self._require(lane, reader[byte], read_at[byte], "overwrites what", "read", instruction)
+            self.writer[byte] = lane
+            self.written[byte] = self.known[lane, lane]
 
     def synchronise(self, lane: int, address: int, instruction: Instruction) -> None:
         """An atomic, or a load or store with an order: what it gives and takes depends on that order and its scope."""
@@ -61,11 +60,6 @@ class Races:
     def barrier(self, lanes: Array) -> None:
         self.known[lanes] = self.known[lanes].max(0)
         self.known[lanes, lanes] += 1
-
-    def _grains(self, address: Array, size: int, instruction: Instruction) -> list[Array]:
-        if size < GRAIN:
-            raise NotImplementedError(f"accesses of one byte are not watched for races: {instruction.text}")
-        return [address // GRAIN + i for i in range(size // GRAIN)]
 
     def _require(self, lane: Array, other: Array, at: Array, does: str, did: str, instruction: Instruction) -> None:
         race = (other != NOBODY) & (other != lane) & (at > self.known[lane, other])

@@ -66,8 +66,8 @@ COMPILED_TWICE = {
 ENOUGH_WITH_CODES = 18 * 1024
 ENOUGH_FOR_TWO = 12 * 1024
 
-# AMD's compiler keeps a few scalars in lanes of vector registers.
-SCALARS_SPILLED = {("exact_step_kernel", "gfx942", f"{name} in 8 bits") for name in ("bf16", "bf16 with masters")}
+# AMD's compiler keeps a few scalars in lanes of vector registers, not in memory.
+SCALARS_SPILLED = {("exact_step_kernel", "gfx942", configuration) for configuration in CODED}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +82,7 @@ def test_nothing_is_spilled(kernel: str, arch: int | str, configuration: str) ->
     binary = submit(kernel, arch, configuration).result()
     case = kernel, arch, configuration
     if case in SCALARS_SPILLED:
-        assert binary.code.spills <= 12
+        assert (binary.code.spills <= 16, binary.code.stack_bytes) == (True, 0)
         return
     assert (binary.code.spills, binary.code.stack_bytes) == (0, 0)
     assert binary.code.registers <= (255 if configuration in CODED and case in COMPILED_TWICE else 168)

@@ -13,8 +13,9 @@ from swd_fused.eight_bit import CODES, SCALES
 from .emulated_step import EmulatedStep
 from .test_emulated_kernels import EXACT, LAGGED, start, take_steps, two_groups
 
-# Whole blocks, shorter ones at the end of rows that are aligned and that are not, a vector, and small tensors between.
-SHAPES = [(9, 512), (7,), (8, 600), (11, 402), (513,), (5000,), (3, 5, 300)]
+# Whole blocks, shorter ones at the end of rows that are aligned and that are not, vectors that end with a whole access
+# and within one, and small tensors between.
+SHAPES = [(9, 512), (7,), (8, 600), (11, 402), (513,), (5000,), (3, 5, 300), (4099,)]
 PRECISION = {
     "fp32 in 8 bits": {},
     "bf16 in 8 bits": {"stochastic_rounding": True, "seed": 7},
@@ -30,7 +31,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
     params, grads = start(configuration, SHAPES)
     # In this order, since tensors are numbered by it.
     groups = [
-        {**group, "params": members} for group, members in zip(two_groups(0), ([0, 1, 2, 3], [4, 5, 6]), strict=True)
+        {**group, "params": members} for group, members in zip(two_groups(0), ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True)
     ]
     options = PRECISION[configuration]
     model = EmulatedStep(configuration, params, groups, programs=programs, rounding_seed=options.get("seed", 0))
@@ -43,7 +44,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
         for param, grad in zip(plain_params, step_grads, strict=True):
             param.grad = grad.clone()
         plain.step()
-    assert model.coded == [0, 2, 3, 5, 6]
+    assert model.coded == [0, 2, 3, 5, 6, 7]
     codes = {"exp_avg": model.tensors(EXP_AVG_ADDRESS), "exp_avg_sq": model.tensors(EXP_AVG_SQ_ADDRESS)}
     for i, param in enumerate(plain_params):
         state = plain.state[param]
@@ -98,3 +99,15 @@ def test_a_step_moves_as_few_bytes_as_there_are(kernel: str, configuration: str,
     )
     assert each <= statistics.bytes / numel < 1.08 * each
     assert each <= statistics.sector_bytes / numel < 1.08 * each
+
+
+@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
+def test_there_is_no_race_and_any_order_gives_the_same_bits(kernel: str) -> None:
+    params, grads = start("fp32 in 8 bits", [(9, 512), (7,), (11, 402)])
+    everything = []
+    for seed in (None, 0):
+        model = EmulatedStep("fp32 in 8 bits", params, two_groups(len(params)), programs=3)
+        model.set_grads(grads[0])
+        model.launch(kernel, seed=seed, find_races=True)
+        everything.append(model.everything())
+    assert everything[0] == everything[1]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.address_table import NO_GRAD, Fingerprint, check_memory, fingerprint, int64s
+from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
     BLOCK_PITCH,
@@ -28,10 +29,6 @@ from swd_fused.eight_bit import rows_and_columns, scales_shape
 from swd_fused.transfer import from_host
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
-
-# A row of a tensor with codes must be a multiple of it, or else what begins with a row is not aligned: 16 bytes of the
-# narrowest operand that is read in 128 bits, 16-bit gradients.
-ROW_ALIGNMENT = 8
 
 
 class Operands:
@@ -163,7 +160,7 @@ def _walked_order(bucket: Bucket, index: int) -> torch.memory_format:
 
 def _has_aligned_rows(param: Tensor) -> bool:
     rows, columns = rows_and_columns(param.shape)
-    return rows <= 1 or columns % ROW_ALIGNMENT == 0
+    return rows <= 1 or columns % ROW_ALIGNMENT.value == 0
 
 
 def _as_laid_out(tensor: Tensor, layout: Tensor) -> Tensor:

@@ -42,12 +42,22 @@ from swd_fused.backends.triton.kernels.tables import (
     PARAM_ADDRESS,
 )
 
+# Rows that are a multiple of it are aligned if the first one is: 16 bytes of the narrowest operand that is read in 128
+# bits, 16-bit gradients.
+ROW_ALIGNMENT = tl.constexpr(8)
+
 # Neighbours in a tile that a warp has, for each element in an access; on AMD, half a warp.
 LANES = tl.constexpr(32)
 
 # The same for two warps, and how many blocks are taken at once, of what is not aligned.
 UNALIGNED_WIDTH = tl.constexpr(64)
 UNALIGNED = tl.constexpr(2)
+
+
+@triton.jit
+def is_in_vectors(tensor_row, count):
+    """Whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
+    return (tl.load(tensor_row + ALIGNED) != 0) & (count % ROW_ALIGNMENT == 0)
 
 
 @triton.jit
@@ -80,7 +90,7 @@ def update_coded_segment(
         rounding = segment_rounding(rounding_start, tensor_row, step, start)
     else:
         rounding = 0
-    if tl.load(tensor_row + ALIGNED) != 0:
+    if is_in_vectors(tensor_row, count):
         total, squares = update_tiles(
             operands, counts, numbers, rounding, scalars,
             COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, LANES * VECTOR, VECTOR, TILE,
@@ -176,7 +186,7 @@ def sum_of_coded(
         elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
         elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
     )
-    if tl.load(tensor_row + ALIGNED) != 0:
+    if is_in_vectors(tensor_row, count):
         total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, LANES * VECTOR, VECTOR, TILE)
     else:
         total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, UNALIGNED_WIDTH, 1, UNALIGNED)
@@ -217,7 +227,7 @@ def sum_of_next_max_coded(
     )
     beta2 = tl.load(hyper_row + BETA2)
     scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
-    if tl.load(tensor_row + ALIGNED) != 0:
+    if is_in_vectors(tensor_row, count):
         total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, LANES * VECTOR, VECTOR, TILE)
     else:
         total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, UNALIGNED_WIDTH, 1, UNALIGNED)
