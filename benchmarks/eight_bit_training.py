@@ -331,10 +331,9 @@ class Finding:
     held_out_spread: float
 
     @property
-    def within_spread(self) -> bool:
-        """Whether the mean differs from the reference's by no more than the reference's seeds do: a standard
-        deviation."""
-        return abs(self.difference[0]) <= self.spread and abs(self.held_out_difference[0]) <= self.held_out_spread
+    def no_worse(self) -> bool:
+        """Whether no loss is higher than the reference's by more than the reference's seeds deviate."""
+        return self.difference[0] <= self.spread and self.held_out_difference[0] <= self.held_out_spread
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
@@ -371,13 +370,22 @@ def findings(rows: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
+def compared(difference: float, spread: float) -> str:
+    if abs(difference) <= spread:
+        return "within the spread"
+    return "lower by more than the spread" if difference < 0 else "HIGHER by more than the spread"
+
+
 def verdict(finding: Finding) -> str:
-    within = "within" if finding.within_spread else "NOT within"
-    return (
-        f"{finding.task}: {finding.contender} is {within} the spread of {finding.reference}: training loss "
-        f"{finding.difference[0]:+.4f} against {finding.spread:.4f} over its seeds, held-out "
-        f"{finding.held_out_difference[0]:+.4f} against {finding.held_out_spread:.4f}."
+    if not finding.spread:
+        return f"{finding.task}: {finding.contender} is not judged: one seed has no spread."
+    losses = (
+        ("training", finding.difference[0], finding.spread),
+        ("held-out", finding.held_out_difference[0], finding.held_out_spread),
     )
+    said = (f"{kind} loss {value:+.4f}, {compared(value, spread)} of {spread:.4f}" for kind, value, spread in losses)
+    judged = "no worse" if finding.no_worse else "WORSE"
+    return f"{finding.task}: {finding.contender} is {judged} than {finding.reference}: {'; '.join(said)}"
 
 
 HEADINGS = (
@@ -491,9 +499,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = list(findings(rows))
     for task in tasks:
         console.print(table(task, found, rows))
-    console.print(
-        "sum of v: what is stored against float32 for the same gradients, after the last step", highlight=False
-    )
+    for line in (
+        "sum of v: what is stored against float32 for the same gradients, after the last step",
+        "spread: standard deviation of the reference's loss over its seeds; differences are of means",
+    ):
+        console.print(line, highlight=False)
     for finding in found:
         if finding.contender != finding.reference:
             console.print(verdict(finding), soft_wrap=True, highlight=False)

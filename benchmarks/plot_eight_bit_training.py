@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.conditions import read_rows
 from benchmarks.eight_bit_contenders import ADAMS, ADAMW, CONTENDERS, EIGHT_BIT, MOVED
@@ -57,12 +59,17 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
         draw(loss, own, "train_loss")
         draw(stored, own, "sum_of_v", percent=True)
         loss.set_yscale("log")
+        loss.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        loss.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
         loss.set_title(f"{NAMES[task]}, {int(first['parameters']):,} parameters", fontsize=10, loc="left")
         stored.set_xlabel("step")
     panels[0, 0].set_ylabel("training loss")
     panels[1, 0].set_ylabel("sum of stored v against float32's\nfor the same gradients, %")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=3, fontsize=8, frameon=False)
+    by_label: dict[str, Artist] = {}
+    for panel in panels[0]:
+        handles, labels = panel.get_legend_handles_labels()
+        by_label.update(zip(labels, handles, strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside upper left", ncols=3, fontsize=8, frameon=False)
     figure.supxlabel(caption(rows), fontsize=7.5, color="#444444", x=0.01, ha="left")
     figure.savefig(picture_path, dpi=160)
     return picture_path

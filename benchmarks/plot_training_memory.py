@@ -37,9 +37,10 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
     axis.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     first = rows[0]
     figure.supxlabel(
-        f"Bytes for each of {int(first['elements']):,} parameters at the peak of a training step, {first['model']}, on "
-        f"the CPU. Gradients: the most that are alive at once.\ntorch {first['torch']}, swd_fused "
-        f"{first['swd_fused']}, Python {first['python']}, {first['date'][:10]}, {first['threads']} threads.",
+        f"Bytes for each of {int(first['elements']):,} parameters at the peak of a training step, {first['model']}, "
+        f"{first['tokens']} tokens, on the CPU. Gradients: the most that are alive at once.\n"
+        f"torch {first['torch']}, swd_fused {first['swd_fused']}, Python {first['python']}, "
+        f"{first['date'][:10]}, {first['threads']} threads.",
         fontsize=7.5,
         color="#444444",
         x=0.01,

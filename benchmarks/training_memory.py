@@ -70,6 +70,13 @@ def torchao(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return build
 
 
+def bitsandbytes(model: nn.Module) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(model.parameters())
+    return optimizer
+
+
 def flashoptim(model: nn.Module) -> torch.optim.Optimizer:
     import flashoptim
 
@@ -87,12 +94,16 @@ class Setting:
 
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 LAGGED: dict[str, Any] = {"schedule": "lagged"}
+EIGHT_BIT: dict[str, Any] = {"state_dtype": "8bit"}
 
 SETTINGS = [
     Setting("float32: AdamW fused", torch.float32, adamw),
     Setting("float32: FusedAdamS exact", torch.float32, adams()),
     Setting("float32: FusedAdamS lagged, gradients released", torch.float32, adams(release=True, **LAGGED)),
+    Setting("float32: FusedAdamS exact, 8bit", torch.float32, adams(**EIGHT_BIT)),
+    Setting("float32: FusedAdamS lagged, 8bit, gradients released", torch.float32, adams(True, **LAGGED, **EIGHT_BIT)),
     Setting("float32: torchao AdamW8bit", torch.float32, torchao()),
+    Setting("float32: bitsandbytes AdamW8bit", torch.float32, bitsandbytes),
     Setting("bfloat16: AdamW fused, all in bfloat16", torch.bfloat16, adamw),
     Setting("bfloat16: FusedAdamS exact, master weights", torch.bfloat16, adams(master_weights=True)),
     Setting("bfloat16: FusedAdamS exact, stochastic rounding", torch.bfloat16, adams(**ROUNDED)),
@@ -101,7 +112,20 @@ SETTINGS = [
         torch.bfloat16,
         adams(release=True, **LAGGED, **ROUNDED),
     ),
+    Setting("bfloat16: FusedAdamS exact, stochastic rounding, 8bit", torch.bfloat16, adams(**ROUNDED, **EIGHT_BIT)),
+    Setting(
+        "bfloat16: FusedAdamS lagged, stochastic rounding, 8bit, gradients released",
+        torch.bfloat16,
+        adams(release=True, **LAGGED, **ROUNDED, **EIGHT_BIT),
+    ),
+    # FlashOptim's choice of precision, but for 24 bits of its masters: its own kernels need a GPU.
+    Setting(
+        "bfloat16: FusedAdamS lagged, master weights, 8bit, gradients released",
+        torch.bfloat16,
+        adams(release=True, master_weights=True, **LAGGED, **EIGHT_BIT),
+    ),
     Setting("bfloat16: torchao AdamW8bit, stochastic rounding", torch.bfloat16, torchao(bf16_stochastic_round=True)),
+    Setting("bfloat16: bitsandbytes AdamW8bit", torch.bfloat16, bitsandbytes),
     Setting("bfloat16: FlashAdamW, gradients released", torch.bfloat16, flashoptim),
 ]
 
@@ -124,11 +148,13 @@ def measure_here(setting: Setting, measured_model: MeasuredModel) -> Row:
     batches = [model.batch(measured_model.batch_size, generator) for _ in range(4)]
     most_gradients = MostGradients(model)
     optimizer = setting.build(model)
+    # The first step makes the state, and some optimizers compile in it.
     growth = [growth_in(lambda batch=batch: train(model, optimizer, batch)) for batch in batches]  # type: ignore[misc]
     parameters = sum(param.nbytes for param in model.parameters())
     state = state_bytes(optimizer)
     return {
         "elements": sum(param.numel() for param in model.parameters()),
+        "tokens": batches[0][:, 1:].numel(),
         "parameters": parameters,
         "gradients": most_gradients.bytes,
         "state": state,

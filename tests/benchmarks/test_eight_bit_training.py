@@ -179,16 +179,26 @@ def made_up(contender: str, losses: list[float]) -> list[dict[str, Any]]:
     return [{**own, "seed": seed, "train_loss": x, "held_out_loss": x, **numbers} for seed, x in enumerate(losses)]
 
 
-@pytest.mark.parametrize(("shift", "within"), [(0.05, True), (-0.05, True), (0.2, False)])
-def test_verdict_is_by_the_spread_of_the_reference(shift: float, within: bool) -> None:
+@pytest.mark.parametrize(
+    ("shift", "no_worse", "said"),
+    [(0.05, True, "within"), (-0.05, True, "within"), (-0.2, True, "lower"), (0.2, False, "HIGHER")],
+)
+def test_verdict_is_by_the_spread_of_the_reference(shift: float, no_worse: bool, said: str) -> None:
     losses = [1.0, 1.1, 1.2]
     rows = made_up(ADAMS, losses) + made_up(EIGHT_BIT, [loss + shift for loss in losses])
     reference, finding = eight_bit_training.findings(rows)
     assert reference.difference == (0, 0)
     assert finding.spread == pytest.approx(0.1)
-    assert finding.within_spread == within
-    assert ("NOT within" in eight_bit_training.verdict(finding)) == (not within)
+    assert finding.no_worse == no_worse
+    verdict = eight_bit_training.verdict(finding)
+    assert f"training loss {shift:+.4f}, {said}" in verdict
+    assert ("WORSE" in verdict) == (not no_worse)
     assert f"| {EIGHT_BIT} | {1.1 + shift:.4f} ± 0.1000 | {shift:+.4f} ± 0.0000 |" in eight_bit_training.markdown(rows)
+
+
+def test_one_seed_is_not_judged() -> None:
+    _, finding = eight_bit_training.findings(made_up(ADAMS, [1.0]) + made_up(EIGHT_BIT, [2.0]))
+    assert "not judged" in eight_bit_training.verdict(finding)
 
 
 # --- The command
