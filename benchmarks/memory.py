@@ -58,8 +58,11 @@ def bytes_per_parameter(dtype: torch.dtype, options: dict[str, Any]) -> dict[str
     return {name: round(size / NUMEL, 2) for name, size in sizes.items()}
 
 
-def measure(model: str, threads: int, texts: Sequence[str], console: Console) -> list[Row]:
-    """Measures the settings whose names contain one of the texts, or all. Says which could not be measured, and why."""
+def measure(model: str, threads: int, texts: Sequence[str], path: Path, console: Console) -> list[Row]:
+    """Measures the settings whose names contain one of the texts, or all. Says which could not be measured, and why.
+
+    Writes the rows after each, so that a run that is interrupted has not measured in vain.
+    """
     chosen = [setting.name for setting in SETTINGS if not texts or any(text in setting.name for text in texts)]
     rows: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -73,6 +76,7 @@ def measure(model: str, threads: int, texts: Sequence[str], console: Console) ->
             else:
                 shared = {**conditions(other_load), "threads": threads, "malloc": " ".join(MALLOC)}
                 rows.append({"model": model, "setting": name, **row, **shared})
+                write_rows(path, rows)
             progress.advance(task)
     return rows
 
@@ -96,9 +100,7 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def write_measured(rows: Sequence[Row], out: Path, console: Console) -> None:
-    path = out / "training_memory.csv"
-    write_rows(path, rows)
+def draw_measured(path: Path, console: Console) -> None:
     console.print(f"Wrote {path}", soft_wrap=True)
     try:
         from benchmarks.plot_training_memory import plot
@@ -120,11 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console()
     if options.measure:
-        rows = measure(options.model, options.threads, options.setting, console)
+        path = options.out / "training_memory.csv"
+        rows = measure(options.model, options.threads, options.setting, path, console)
         if not rows:
             parser.exit(1, "No setting could be measured.\n")
         console.print(table(rows))
-        write_measured(rows, options.out, console)
+        draw_measured(path, console)
         return
     result = Table(title=f"Bytes for each parameter, of {NUMEL:,}", title_justify="left", box=SIMPLE_HEAD)
     result.add_column("choice", no_wrap=True)
