@@ -22,7 +22,6 @@ from swd_fused.backends.torch_sums import (
     dtypes_of,
     in_memory_order,
     row_sums,
-    sums_of_elements,
     sums_of_squares,
     widened,
 )
@@ -30,7 +29,7 @@ from swd_fused.bucket import Bucket
 from swd_fused.eight_bit import moment_keys
 from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
 from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.transfer import from_host, is_fake
+from swd_fused.transfer import is_fake
 
 # Those that are tested ("cpu") or follow the same rules in torch's documentation ("cuda"). torch has more of them.
 FUSED_DEVICES = ("cpu", "cuda")
@@ -56,7 +55,7 @@ class TorchBackend:
         bucket.plan.refresh(bucket)
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        grad_sums = sums_of_squares(bucket.grads)
+        grad_sums = sums_of_squares(bucket.grads, bucket.device)
         beta2, corrects_bias = beta2_of(bucket) if bucket.plan is None else bucket.plan.beta2_of(bucket)
         bias_correction2 = schedule.bias_correction(beta2, corrects_bias, bucket.steps + 1)
         carried = beta2 * bucket.sums / bias_correction2
@@ -66,7 +65,7 @@ class TorchBackend:
         return torch.stack([grad_sums, carried, fresh]).sum(1)
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        sums = SumsByTensor(bucket.averaged)
+        sums = SumsByTensor(len(bucket.averaged), bucket.device)
         grads = without(bucket.grads, bucket.coded)
         for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, grads, groups=bucket.group_indices):
             maxima = next_maxima(batch.lists, bucket.hyper.numbers[batch.group], grad_factor)
@@ -83,7 +82,7 @@ class TorchBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        grad_sq = sums_of_squares(bucket.grads).sum() if sum_grads else exp_avg_sq_mean
+        grad_sq = sums_of_squares(bucket.grads, bucket.device).sum() if sum_grads else exp_avg_sq_mean
         if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
             return grad_sq
         decay_factors = schedule.decay_factor(exp_avg_sq_mean, bucket.hyper)
@@ -117,11 +116,11 @@ class TorchBackend:
 def sums_of_averaged(bucket: Bucket, averaged: Sequence[Tensor | None]) -> Tensor:
     """Returns the sums of these of the bucket's second moments, 0 where there is none."""
     coded = [] if bucket.amsgrad else [index for index in bucket.coded if averaged[index] is not None]
-    if not coded:
-        return sums_of_elements(averaged)
-    sums = sums_of_elements(without(averaged, coded))
-    sums[from_host(torch.tensor(coded, device="cpu"), sums.device)] = sums_of_coded(bucket, coded)
-    return sums
+    sums = SumsByTensor(len(averaged), bucket.device)
+    sums.add_elements(without(averaged, coded) if coded else averaged)
+    if coded:
+        sums.add(coded, sums_of_coded(bucket, coded))
+    return sums.total()
 
 
 def without(tensors: Sequence[Tensor | None], indices: Collection[int]) -> list[Tensor | None]:

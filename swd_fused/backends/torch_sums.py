@@ -37,17 +37,9 @@ LEAST_SUM_OF_SQUARES = 2.0**-80
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
 
-def sums_of_elements(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Returns the sum of each tensor, 0 where there is none. The same numbers always give the same bits."""
-    sums = SumsByTensor(tensors)
-    for indices, matrix in matrices(tensors):
-        sums.add(indices, row_sums(matrix))
-    return sums.total()
-
-
-def sums_of_squares(tensors: Sequence[Tensor | None]) -> Tensor:
+def sums_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Returns the sum of each tensor's squared elements, 0 where there is none."""
-    sums = SumsByTensor(tensors)
+    sums = SumsByTensor(len(tensors), device)
     present = [index for index, tensor in enumerate(tensors) if tensor is not None]
     if not present:
         return sums.total()
@@ -67,9 +59,9 @@ def sums_of_squares(tensors: Sequence[Tensor | None]) -> Tensor:
 class SumsByTensor:
     """Values for pieces of tensors, added up for each tensor in float64."""
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self._count = len(tensors)
-        self.device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count = count
+        self.device = device
         self._indices: list[int] = []
         self._values: list[Tensor] = []
 
@@ -77,6 +69,11 @@ class SumsByTensor:
         """Adds one value for each of these tensors, among which one may occur several times."""
         self._indices += indices
         self._values.append(values)
+
+    def add_elements(self, tensors: Sequence[Tensor | None]) -> None:
+        """Adds the elements of each tensor. The same numbers always give the same bits."""
+        for indices, matrix in matrices(tensors):
+            self.add(indices, row_sums(matrix))
 
     def total(self) -> Tensor:
         dtype = scalar_dtype(self.device)

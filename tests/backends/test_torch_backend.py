@@ -165,7 +165,10 @@ def test_sums_of_equal_numbers_are_precise(shape: tuple[int, ...], dtype: torch.
     """torch's own norm of 2^20 equal numbers is off by 4e-4: it adds them up one by one."""
     tensor = torch.full(shape, 0.1).to(dtype)
     layouts = [tensor, tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor, tensor[..., ::3] if shape else tensor]
-    squares, sums = torch_sums.sums_of_squares([*layouts, None]), torch_sums.sums_of_elements([None, *layouts])
+    squares = torch_sums.sums_of_squares([*layouts, None], tensor.device)
+    of_elements = torch_sums.SumsByTensor(4, tensor.device)
+    of_elements.add_elements([None, *layouts])
+    sums = of_elements.total()
     for layout, square, total in zip(layouts, squares[:-1], sums[1:], strict=True):
         assert float(square) == pytest.approx(float(layout.double().square().sum()), rel=1e-6)
         assert float(total) == pytest.approx(float(layout.double().sum()), rel=1e-6)

@@ -168,3 +168,20 @@ def test_a_state_that_was_cleared_starts_anew(backend: str) -> None:
     run(params, grads, optimizer)
     run(twins, grads, FusedAdamS(twins, backend=backend))
     assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": "8bit"}], ids=str)
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+def test_a_resumed_sum_does_not_depend_on_which_gradients_are_there(backend: str, options: dict[str, Any]) -> None:
+    """Sums are read again after a resume, in the order in which a step has added them."""
+    shapes = [(1100,), (40, 32), (7,)]
+    params, grads = random_params(shapes), random_grads(shapes, 2)
+    optimizer = FusedAdamS(params, backend=backend, schedule="lagged", **options)
+    run(params, grads, optimizer)
+    resumed_params = copy.deepcopy(params)
+    resumed = through_state_dict(optimizer, resumed_params, backend=backend, schedule="lagged", **options)
+    run(params, [[None, None, grads[0][2]]], optimizer)
+    run(resumed_params, [[None, None, grads[0][2]]], resumed)
+    assert torch.equal(optimizer.exp_avg_sq_mean, resumed.exp_avg_sq_mean)
+    assert torch.equal(params[2], resumed_params[2])

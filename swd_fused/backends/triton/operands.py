@@ -120,7 +120,9 @@ class Operands:
             if column == GRADS and addresses[tensor] != NO_GRAD:
                 grads[tensor] = copy.data_ptr()
         self._host_table[:, GRADS] = grads
-        self._host_table[:, ALIGNED.value] = self._others_are_aligned & (grads % ALIGNMENT == 0)
+        # A tensor without a gradient counts as if it had one, or its sum, read again, would be added in another order.
+        is_aligned = (grads % ALIGNMENT == 0) | (grads == NO_GRAD)
+        self._host_table[:, ALIGNED.value] = self._others_are_aligned & is_aligned
         if self._codecs is None:
             self.table = from_host(self._host_table, bucket.device)
         else:
