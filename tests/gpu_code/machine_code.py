@@ -15,14 +15,15 @@ from pathlib import Path
 
 from triton import knobs
 
-from .machine_loops import flights_of_whole_blocks
+from .machine_loops import flights_of_whole_blocks, inner_loops
 
 
 @dataclass
 class MachineCode:
     """Of one kernel. Widths are in bits of one lane's access to global memory and count instructions.
 
-    `stack_bytes` is memory of each lane's own, `spills` the instructions that use it (on AMD: the registers spilled).
+    `stack_bytes` is memory of each lane's own, `spills` the instructions that use it (on AMD: the registers spilled),
+    and `spills_in_loops` those of them in loops that contain no other (NVIDIA only).
     `synchronising` has atomics, and loads and stores with an order, by opcode. `bytes_in_flight` has what one lane has
     on its way from memory at once, for each loop over whole blocks (NVIDIA only).
     """
@@ -30,6 +31,7 @@ class MachineCode:
     registers: int
     stack_bytes: int
     spills: int
+    spills_in_loops: int = 0
     instructions: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
@@ -46,7 +48,9 @@ def read_cubin(cubin: bytes) -> MachineCode:
     if len(functions) != 1:
         raise ValueError(f"one kernel is wanted, the cubin has {[f[0] for f in functions]}")
     code = MachineCode(registers=int(functions[0][1]), stack_bytes=int(functions[0][2]), spills=0)
-    code.bytes_in_flight = flights_of_whole_blocks(sass)
+    loops = inner_loops(sass)
+    code.bytes_in_flight = flights_of_whole_blocks(loops)
+    code.spills_in_loops = sum(instruction.is_spill for loop in loops for instruction in loop)
     for opcode in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.M):
         _count_sass(code, opcode)
     return code

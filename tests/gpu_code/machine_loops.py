@@ -24,6 +24,10 @@ class Instruction(NamedTuple):
         return self.opcode.startswith(("LDG", "LD.")) and "STRONG" not in self.opcode
 
     @property
+    def is_spill(self) -> bool:
+        return self.opcode.startswith(("LDL", "STL"))
+
+    @property
     def bytes(self) -> int:
         widths = (re.fullmatch(r"[US]?(8|16|64|128|256)", part) for part in self.opcode.split("."))
         return next((int(width[1]) // 8 for width in widths if width), 4)
@@ -67,8 +71,16 @@ def bytes_in_flight(loop: list[Instruction]) -> int:
     return most
 
 
-def flights_of_whole_blocks(sass: str) -> list[int]:
-    """Returns the bytes in flight for each loop with 128-bit loads. Others walk over tables, or over the ends of
-    tensors and those that are not aligned."""
-    wide = [loop for loop in inner_loops(sass) if any(i.is_load and i.bytes >= 16 for i in loop)]
-    return [bytes_in_flight(loop) for loop in wide]
+def flights_of_whole_blocks(loops: list[list[Instruction]]) -> list[int]:
+    """Returns the bytes in flight for each loop over aligned elements: those with loads of 128 bits, and with loads of
+    64 bits those that take roots. Others walk over tables, or over what is not aligned."""
+    return [bytes_in_flight(loop) for loop in loops if _widest_load(loop) >= (8 if _takes_roots(loop) else 16)]
+
+
+def _widest_load(loop: list[Instruction]) -> int:
+    return max((instruction.bytes for instruction in loop if instruction.is_load), default=0)
+
+
+def _takes_roots(loop: list[Instruction]) -> bool:
+    """Of float32 numbers. Of float64 an element has 64 bits by itself."""
+    return any(instruction.opcode == "MUFU.RSQ" for instruction in loop)

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from swd_fused.backends.triton.compilation import Variant, compile_options, constants_for
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import ARGUMENTS, MORE_REGISTERS
+from swd_fused.backends.triton.launch import ARGUMENTS, FEW_SPILLS, MORE_REGISTERS
 from swd_fused.backends.triton.parts import Dtypes
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
@@ -62,7 +62,7 @@ class Binary(NamedTuple):
     shared_bytes: int
     is_cooperative: bool
     code: MachineCode
-    spills_at_first: bool  # then it was compiled again with more registers, as `Launcher` would
+    spills_many_at_first: bool  # then it was compiled again with more registers, as `Launcher` would
 
 
 @functools.cache
@@ -94,13 +94,13 @@ def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> 
     )
     is_amd = isinstance(arch, str)
     warp_size = 64 if is_amd else 32
-    options = compile_options(kernel, dtypes, variant, is_amd, warp_size)
+    options = compile_options(kernel, dtypes, is_amd, warp_size)
     target = GPUTarget("hip" if is_amd else "cuda", arch, warp_size)
     compiled = triton.compile(source, target=target, options=options)
     code = read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"])
-    spills_at_first = bool(code.spills)
+    spills_many = code.stack_bytes > 4 * FEW_SPILLS
     for most in MORE_REGISTERS:
-        if code.spills and not is_amd:
+        if code.stack_bytes > 4 * FEW_SPILLS and not is_amd:
             compiled = triton.compile(source, target=target, options={**options, "maxnreg": most})
             code = read_cubin(compiled.asm["cubin"])
     return Binary(
@@ -109,7 +109,7 @@ def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> 
         compiled.metadata.shared,
         compiled.metadata.launch_cooperative_grid,
         code,
-        spills_at_first,
+        spills_many,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import Launcher, resident_programs
+from swd_fused.backends.triton.launch import FEW_SPILLS, Launcher, resident_programs
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
 
@@ -53,18 +53,13 @@ ENOUGH_IN_FLIGHT = 42 * 1024
 # takes more registers, so that some kernels have 3 programs resident there.
 ENOUGH_ON_SM_120 = 9 * 1024
 COMPILED_TWICE = {
-    ("exact_step_kernel", 120, "bf16 rounded by chance"),
-    ("lagged_step_kernel", 120, "bf16 rounded by chance"),
-    *(("exact_step_kernel", 100, f"{configuration} in 8 bits") for configuration in ("bf16", "bf16 with masters")),
-    *(("exact_step_kernel", 120, f"{name} in 8 bits") for name in ("fp32", "bf16", "bf16 with masters")),
-    *(("lagged_step_kernel", arch, "bf16 in 8 bits") for arch in (80, 90, 100, 120)),
-    *(("lagged_step_kernel", arch, "bf16 with masters in 8 bits") for arch in (80, 90, 100)),
-    ("lagged_step_kernel", 100, "fp32 amsgrad in 8 bits"),
+    ("exact_step_kernel", 120, "bf16 in 8 bits"),
+    *(("lagged_step_kernel", 120, configuration) for configuration in ("fp64", *CODED)),
 }
 
-# With codes an H100's need must do, 3.35 TB/s at 700 ns, and where 2 programs are resident an A100's, 2 TB/s.
-ENOUGH_WITH_CODES = 18 * 1024
-ENOUGH_FOR_TWO = 12 * 1024
+# With codes it is instructions that a B200 waits for. Some 120 for each bfloat16 element let it take 2.9 TB/s, at 128
+# lanes of 148 multiprocessors and 1.85 GHz: a third of its bandwidth. An H100 needs 18 KB.
+ENOUGH_WITH_CODES = 24 * 1024
 
 # AMD's compiler keeps a few scalars in lanes of vector registers, not in memory.
 SCALARS_SPILLED = {("exact_step_kernel", "gfx942", configuration) for configuration in CODED}
@@ -78,15 +73,17 @@ def _all_submitted() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), CASES)
-def test_nothing_is_spilled(kernel: str, arch: int | str, configuration: str) -> None:
+def test_nothing_is_spilled_in_loops(kernel: str, arch: int | str, configuration: str) -> None:
+    """A few scalars of a segment may be, around them."""
     binary = submit(kernel, arch, configuration).result()
     case = kernel, arch, configuration
     if case in SCALARS_SPILLED:
         assert (binary.code.spills <= 16, binary.code.stack_bytes) == (True, 0)
         return
-    assert (binary.code.spills, binary.code.stack_bytes) == (0, 0)
-    assert binary.code.registers <= (255 if configuration in CODED and case in COMPILED_TWICE else 168)
-    assert binary.spills_at_first == (case in COMPILED_TWICE)
+    assert binary.code.spills_in_loops == 0
+    assert binary.code.stack_bytes <= (0 if isinstance(arch, str) else 4 * FEW_SPILLS)
+    assert binary.code.registers <= 168
+    assert binary.spills_many_at_first == (case in COMPILED_TWICE)
 
 
 @pytest.mark.parametrize(("kernel", "arch", "configuration"), NVIDIA_CASES)
@@ -102,8 +99,7 @@ def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: i
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         programs = resident_programs(SimpleNamespace(n_regs=binary.code.registers), torch.device("cuda"))
     assert binary.code.bytes_in_flight
-    with_codes = ENOUGH_WITH_CODES if programs > 2 else ENOUGH_FOR_TWO
-    enough = with_codes if configuration in CODED else ENOUGH_IN_FLIGHT
+    enough = ENOUGH_WITH_CODES if configuration in CODED else ENOUGH_IN_FLIGHT
     enough = ENOUGH_ON_SM_120 if arch == 120 else enough
     assert min(binary.code.bytes_in_flight) * binary.threads * programs >= enough
 
@@ -133,7 +129,7 @@ def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(arch: 
     assert cooperative == ["exact_step_kernel"]
 
 
-@pytest.mark.parametrize(("needed", "tried"), [(128, [128]), (150, [128, 168]), (500, [128, 168, 255])])
+@pytest.mark.parametrize(("needed", "tried"), [(128, [128]), (148, [128]), (170, [128, 168]), (500, [128, 168, 255])])
 def test_a_compiler_that_spills_is_given_more_registers(
     monkeypatch: pytest.MonkeyPatch, needed: int, tried: list[int]
 ) -> None:

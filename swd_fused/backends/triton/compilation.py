@@ -37,7 +37,7 @@ def launcher_for(
 ) -> Launcher:
     # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
     warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
-    options = compile_options(kernel, dtypes, variant, torch.version.hip is not None, warp_size)
+    options = compile_options(kernel, dtypes, torch.version.hip is not None, warp_size)
     return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
 
 
@@ -50,26 +50,23 @@ def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str
     return constants
 
 
-def compile_options(kernel: Any, dtypes: Dtypes, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:
+def compile_options(kernel: Any, dtypes: Dtypes, hip: bool, warp_size: int) -> dict[str, Any]:
     # Fusion is said aloud, since Triton means to change its default.
     options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     if kernel is kernels.exact_step_kernel:
         options["launch_cooperative_grid"] = True
-    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes, variant)}
+    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes)}
 
 
-def most_registers(kernel: Any, dtypes: Dtypes, variant: Variant) -> int:
-    """Returns so few that enough programs are resident, and so many that nothing is spilled: found by compiling for
-    sm_80, sm_90, sm_100 and sm_120. Left alone NVIDIA's compiler takes more in some kernels.
+def most_registers(kernel: Any, dtypes: Dtypes) -> int:
+    """Returns so few that enough programs are resident: 96 let 5 be, 128 let 4. Left alone NVIDIA's compiler takes up
+    to 255 for some kernels.
 
-    96 let 5 programs be resident, 128 let 4, and 168 let 3, which are enough where weights are read in float32. Some
-    kernels for 16-bit weights spill at 128 on sm_120, and get more from `Launcher` there.
+    Found by compiling for sm_80, sm_90, sm_100 and sm_120. On the last one some kernels for 16-bit weights and 8-bit
+    moments spill in their loops, as do float64's on sm_100: `Launcher` gives them more.
     """
-    if kernel is kernels.exact_step_kernel and dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2:
-        return 96
-    sums_grads = kernel in (kernels.lagged_step_kernel, kernels.update_kernel)
-    takes_more = sums_grads and (dtypes.weight == torch.float32 or variant.coded)
-    return 168 if dtypes.compute == torch.float64 or variant.amsgrad or takes_more else 128
+    has_16_bits = dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2
+    return 96 if kernel is kernels.exact_step_kernel and has_16_bits else 128
 
 
 @cache

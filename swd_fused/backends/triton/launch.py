@@ -25,8 +25,10 @@ BLOCK = 512
 # only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# Tried in turn where another version of the compiler spills registers at the number chosen for a kernel.
+# Tried in turn where a compiler spills more than a few registers at the number chosen for a kernel. A few are scalars
+# of a segment, which no loop over elements touches; with more registers fewer programs would be resident.
 MORE_REGISTERS = (168, 255)
+FEW_SPILLS = 20
 
 # In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
 # one another must have one only.
@@ -64,7 +66,8 @@ class Launcher:
             with torch.cuda.device(self._device):
                 self._compiled = self._compile(args, self._options)
                 for most in MORE_REGISTERS:
-                    if self._compiled.n_spills and most > self._options.get("maxnreg", math.inf):
+                    spills_many = self._compiled.n_spills > FEW_SPILLS
+                    if spills_many and most > self._options.get("maxnreg", math.inf):
                         self._compiled = self._compile(args, {**self._options, "maxnreg": most})
         return self._compiled
 
