@@ -16,132 +16,31 @@ import argparse
 import math
 import multiprocessing
 import os
-import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, read_rows, write_rows
-from benchmarks.eight_bit_contenders import BETAS, CONTENDERS, Contender, Decays, Optimizer, by_name
+from benchmarks.eight_bit_contenders import BETAS, CONTENDERS, Contender, Optimizer, by_name
+from benchmarks.eight_bit_findings import Row, findings, markdown, table, verdict
+from benchmarks.eight_bit_tasks import TASKS, task_of
 from benchmarks.other_load import OtherLoad
-from benchmarks.small_models import SmallGPT
 
-Row = dict[str, Any]
 Run = tuple[str, str, int, int]  # task, contender, seed, steps
 
 LAST = 50  # steps over which the final training loss is averaged
 WARM_UP = 40
 LAST_LR = 0.05  # of the largest, at the end of a cosine
-
-
-class Task(Protocol):
-    steps: int
-    quick_steps: int
-    lr: float
-    decays: Decays
-
-    def model(self) -> nn.Module: ...
-
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor: ...
-
-    def held_out(self, model: nn.Module) -> tuple[float, float]:
-        """Returns loss and accuracy."""
-
-
-class NoisyDigits:
-    """scikit-learn's digits with noise added to each batch, so that 1,347 images cannot be learnt by heart."""
-
-    steps, quick_steps = 1500, 6
-    lr, batch_size, noise = 1e-3, 64, 1.0
-    decays = (5e-4, 0.12)
-
-    def __init__(self) -> None:
-        from benchmarks.demo import digits
-
-        self.data = digits()
-
-    def model(self) -> nn.Module:
-        from benchmarks.demo import convolutional_net
-
-        return convolutional_net()
-
-    def noisy(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        return images + self.noise * torch.randn(images.shape, generator=generator)
-
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        chosen = torch.randint(len(self.data.train_labels), (self.batch_size,), generator=generator)
-        images = self.noisy(self.data.train_images[chosen], generator)
-        return cross_entropy(model(images), self.data.train_labels[chosen])
-
-    def held_out(self, model: nn.Module) -> tuple[float, float]:
-        labels = self.data.test_labels.repeat(8)
-        images = self.noisy(self.data.test_images.repeat(8, 1, 1, 1), torch.Generator().manual_seed(1))
-        logits = model(images)
-        return cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
-
-
-class Characters:
-    """The characters of Python's standard library, of which the last tenth is held out."""
-
-    steps, quick_steps = 1000, 4
-    lr, batch_size, context = 2e-3, 8, 64
-    decays = (3e-5, 0.025)
-    most = 4_000_000
-
-    def __init__(self) -> None:
-        text = "".join(
-            path.read_text(encoding="utf-8", errors="ignore")
-            for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        )
-        printable = bytes(
-            code for code in text[: self.most].encode("ascii", "ignore") if code == 10 or 32 <= code < 127
-        )
-        codes, tokens = torch.frombuffer(bytearray(printable), dtype=torch.uint8).unique(return_inverse=True)
-        self.vocabulary = len(codes)
-        held_out = len(tokens) // 10
-        self.train_tokens, self.held_out_tokens = tokens[:-held_out], tokens[-held_out:]
-
-    def model(self) -> nn.Module:
-        return SmallGPT(self.vocabulary, self.context, width=144, layers=4)
-
-    def batch(self, tokens: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        starts = torch.randint(len(tokens) - self.context, (size, 1), generator=generator)
-        return tokens[starts + torch.arange(self.context + 1)]
-
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        loss: Tensor = model.loss(self.batch(self.train_tokens, self.batch_size, generator))  # type: ignore[operator]
-        return loss
-
-    def held_out(self, model: nn.Module) -> tuple[float, float]:
-        tokens = self.batch(self.held_out_tokens, 256, torch.Generator().manual_seed(1))
-        logits = model.logits(tokens[:, :-1])  # type: ignore[operator]
-        accuracy = (logits.argmax(-1) == tokens[:, 1:]).double().mean()
-        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item(), accuracy.item()
-
-
-TASKS: dict[str, type[Task]] = {"cnn": NoisyDigits, "gpt": Characters}
-
-
-@lru_cache
-def task_of(name: str) -> Task:
-    return TASKS[name]()
-
-
-# --- A run
 
 
 def lr_at(step: int, steps: int, largest: float) -> float:
@@ -294,147 +193,21 @@ def run_all(
     console: Console,
 ) -> list[Row]:
     """Runs in processes of their own, since the models are too small for several threads each."""
-    results = {key: kept[key] for key in runs if key in kept}
+    wanted = {key[:3] for key in runs}
+    results = {key: pair for key, pair in kept.items() if key in runs or key[:3] not in wanted}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     pool = ProcessPoolExecutor(
         options.jobs, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(options.threads,)
     )
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress, pool:
-        bar = progress.add_task("runs", total=len(runs), completed=len(results))
-        futures = {pool.submit(run, *key, options.every): key for key in runs if key not in results}
+        missing = [key for key in runs if key not in results]
+        bar = progress.add_task("runs", total=len(runs), completed=len(runs) - len(missing))
+        futures = {pool.submit(run, *key, options.every): key for key in missing}
         for future in as_completed(futures):
             results[futures[future]] = future.result()
             store.write(results.values())
             progress.advance(bar)
     return store.write(results.values())
-
-
-# --- What was found
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A contender in a task, over its seeds. `difference` is from the reference's run of the same seed."""
-
-    task: str
-    contender: str
-    reference: str
-    train_loss: tuple[float, float]
-    difference: tuple[float, float]
-    held_out_loss: tuple[float, float]
-    held_out_difference: tuple[float, float]
-    accuracy: float
-    sum_of_v: float
-    mean_of_v_rms: float
-    largest_update: float
-    spread: float
-    held_out_spread: float
-
-    @property
-    def no_worse(self) -> bool:
-        """Whether no loss is higher than the reference's by more than the reference's seeds deviate."""
-        return self.difference[0] <= self.spread and self.held_out_difference[0] <= self.held_out_spread
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
-
-
-def findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        for name in dict.fromkeys(row["contender"] for row in of_task):
-            reference = by_name(name).reference
-            own, others = ({int(r["seed"]): r for r in of_task if r["contender"] == n} for n in (name, reference))
-
-            def values(column: str, runs: dict[int, Row]) -> list[float]:
-                return [float(runs[seed][column]) for seed in sorted(runs)]
-
-            def differences(column: str, own: dict[int, Row] = own, others: dict[int, Row] = others) -> list[float]:
-                return [float(own[seed][column]) - float(others[seed][column]) for seed in sorted(own)]
-
-            yield Finding(
-                task,
-                name,
-                reference,
-                mean_and_deviation(values("train_loss", own)),
-                mean_and_deviation(differences("train_loss")),
-                mean_and_deviation(values("held_out_loss", own)),
-                mean_and_deviation(differences("held_out_loss")),
-                fmean(values("held_out_accuracy", own)),
-                fmean(values("sum_of_v", own)),
-                math.sqrt(fmean(value**2 for value in values("mean_of_v_rms", own))),
-                max(values("largest_update", own)),
-                mean_and_deviation(values("train_loss", others))[1],
-                mean_and_deviation(values("held_out_loss", others))[1],
-            )
-
-
-def compared(difference: float, spread: float) -> str:
-    if abs(difference) <= spread:
-        return "within the spread"
-    return "lower by more than the spread" if difference < 0 else "HIGHER by more than the spread"
-
-
-def verdict(finding: Finding) -> str:
-    if not finding.spread:
-        return f"{finding.task}: {finding.contender} is not judged: one seed has no spread."
-    losses = (
-        ("training", finding.difference[0], finding.spread),
-        ("held-out", finding.held_out_difference[0], finding.held_out_spread),
-    )
-    said = (f"{kind} loss {value:+.4f}, {compared(value, spread)} of {spread:.4f}" for kind, value, spread in losses)
-    judged = "no worse" if finding.no_worse else "WORSE"
-    return f"{finding.task}: {finding.contender} is {judged} than {finding.reference}: {'; '.join(said)}"
-
-
-HEADINGS = (
-    "train loss",
-    "difference",
-    "held-out loss",
-    "accuracy",
-    "sum of v",
-    "mean of v, rms",
-    "largest update / lr",
-)
-
-
-def cells(finding: Finding) -> list[str]:
-    is_reference = finding.contender == finding.reference
-    return [
-        "{:.4f} ± {:.4f}".format(*finding.train_loss),
-        "" if is_reference else "{:+.4f} ± {:.4f}".format(*finding.difference),
-        "{:.4f} ± {:.4f}".format(*finding.held_out_loss),
-        f"{finding.accuracy:.2%}",
-        f"{finding.sum_of_v:+.2%}",
-        f"{finding.mean_of_v_rms:.2%}",
-        f"{finding.largest_update:,.1f}" if finding.largest_update < 100 else f"{finding.largest_update:,.0f}",
-    ]
-
-
-def table(task: str, found: Sequence[Finding], rows: Sequence[Row]) -> Table:
-    first = next(row for row in rows if row["task"] == task)
-    seeds = len({row["seed"] for row in rows})
-    title = f"{task}: {int(first['parameters']):,} parameters, {first['steps']} steps, {seeds} seeds (mean ± deviation)"
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    for heading in HEADINGS:
-        result.add_column(heading, justify="right")
-    for finding in found:
-        if finding.task == task:
-            result.add_row(finding.contender, *cells(finding))
-    return result
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Returns the tables as the documentation has them."""
-    lines: list[str] = []
-    found = list(findings(rows))
-    for task in dict.fromkeys(finding.task for finding in found):
-        lines += [f"| {task} | " + " | ".join(HEADINGS) + " |", "|---|" + "---|" * len(HEADINGS)]
-        lines += [f"| {each.contender} | " + " | ".join(cells(each)) + " |" for each in found if each.task == task]
-        lines.append("")
-    return "\n".join(lines)
 
 
 # --- The command
@@ -459,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--every", type=positive, default=25, help="steps between points of curves, default: 25")
     result.add_argument("--jobs", type=positive, default=2, help="runs at a time, default: %(default)s")
     result.add_argument("--threads", type=positive, default=1, help="of each run, default: %(default)s")
-    result.add_argument("--keep", action="store_true", help="runs that DIR has already, and make only what is missing")
+    result.add_argument("--keep", action="store_true", help="all runs that DIR has, and make only what is missing")
     result.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
     result.add_argument(
         "--out", type=Path, default=Path("results/eight_bit_training"), metavar="DIR", help="default: %(default)s"

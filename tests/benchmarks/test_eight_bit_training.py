@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import eight_bit_training, plot_eight_bit_training
+from benchmarks import eight_bit_findings, eight_bit_training, plot_eight_bit_training
 from benchmarks.eight_bit_contenders import (
     ADAMS,
     ADAMW,
@@ -186,19 +186,19 @@ def made_up(contender: str, losses: list[float]) -> list[dict[str, Any]]:
 def test_verdict_is_by_the_spread_of_the_reference(shift: float, no_worse: bool, said: str) -> None:
     losses = [1.0, 1.1, 1.2]
     rows = made_up(ADAMS, losses) + made_up(EIGHT_BIT, [loss + shift for loss in losses])
-    reference, finding = eight_bit_training.findings(rows)
+    reference, finding = eight_bit_findings.findings(rows)
     assert reference.difference == (0, 0)
     assert finding.spread == pytest.approx(0.1)
     assert finding.no_worse == no_worse
-    verdict = eight_bit_training.verdict(finding)
+    verdict = eight_bit_findings.verdict(finding)
     assert f"training loss {shift:+.4f}, {said}" in verdict
     assert ("WORSE" in verdict) == (not no_worse)
-    assert f"| {EIGHT_BIT} | {1.1 + shift:.4f} ± 0.1000 | {shift:+.4f} ± 0.0000 |" in eight_bit_training.markdown(rows)
+    assert f"| {EIGHT_BIT} | {1.1 + shift:.4f} ± 0.1000 | {shift:+.4f} ± 0.0000 |" in eight_bit_findings.markdown(rows)
 
 
 def test_one_seed_is_not_judged() -> None:
-    _, finding = eight_bit_training.findings(made_up(ADAMS, [1.0]) + made_up(EIGHT_BIT, [2.0]))
-    assert "not judged" in eight_bit_training.verdict(finding)
+    _, finding = eight_bit_findings.findings(made_up(ADAMS, [1.0]) + made_up(EIGHT_BIT, [2.0]))
+    assert "not judged" in eight_bit_findings.verdict(finding)
 
 
 # --- The command
@@ -217,7 +217,7 @@ def test_command_and_continuing_it(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "eight_bit_training.png").read_bytes().startswith(b"\x89PNG")
     assert f"cnn: {EIGHT_BIT} is" in capsys.readouterr().out
 
-    eight_bit_training.main([*arguments, "--keep"])
+    eight_bit_training.main([*arguments, "--keep", "--task", "gpt"])
     both = rows_of(tmp_path / "eight_bit_training.csv")
     assert [row for row in both if row["task"] == "cnn"] == rows
     assert [row["task"] for row in both] == 4 * ["cnn"] + 4 * ["gpt"]
