@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from tests.definition import AdamS, Array, Group
@@ -9,8 +11,10 @@ from tests.definition import AdamS, Array, Group
 BLOCK = 256
 LOW = 0xFFFFFFFF
 
+Number = TypeVar("Number", int, Array)
 
-def scrambled(x: int) -> int:
+
+def scrambled(x: Number) -> Number:
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW
     return x ^ (x >> 16)
@@ -22,7 +26,7 @@ def moments_key(seed: int, tensor: int, step: int) -> int:
     return scrambled((key + 1) & LOW)
 
 
-def random_bytes(key: int, block: int, element: int) -> tuple[int, int]:
+def random_bytes(key: int, block: Number, element: Number) -> tuple[Number, Number]:
     pair = block * (BLOCK // 2) + element // 2
     bits = scrambled(((key + scrambled(pair >> 32)) & LOW) ^ ((pair * 0x9E3779B9) & LOW)) >> (16 * (element % 2))
     return bits & 0xFF, bits >> 8 & 0xFF

@@ -232,3 +232,27 @@ def test_each_moment_is_read_and_written_in_its_own_dtype(backend: str, narrow: 
         found = [resumed.state[param][key] for param in params]
         assert {tensor.dtype for tensor in found} == {torch.float32 if key == narrow else torch.float64}
         assert error(found, getattr(reference, key)) < 1e-7
+
+
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_maxima_in_float64_beside_moments_in_8_bits(backend: str, schedule: str) -> None:
+    """What computes may then be float64, but codes and scales stay as they are."""
+    options: dict[str, Any] = {"amsgrad": True, "state_dtype": "8bit", "schedule": schedule, "backend": backend}
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    narrow = fused(params, GROUPS, **options)
+    run(params, grads[:2], narrow)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    wide = fused(twins, GROUPS, **options)
+    wide.load_state_dict(narrow.state_dict())
+    for param in twins:
+        wide.state[param]["max_exp_avg_sq"] = wide.state[param]["max_exp_avg_sq"].double()
+    for tensors, optimizer in ((params, narrow), (twins, wide)):
+        run(tensors, grads[2:], optimizer)
+    assert error(twins, [param.detach().double().cpu().numpy() for param in params]) < 1e-6
+    for param, twin in zip(params[:2], twins[:2], strict=True):
+        one, two = narrow.state[param], wide.state[twin]
+        assert two["max_exp_avg_sq"].dtype == torch.float64
+        for key in ("exp_avg_codes", "exp_avg_sq_root_codes"):
+            assert int((one[key].int() - two[key].int()).abs().max()) <= 1
+        torch.testing.assert_close(one["exp_avg_sq_root_scales"], two["exp_avg_sq_root_scales"])

@@ -6,10 +6,12 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from swd_fused import eight_bit
 from tests.device import DEVICE  # first: it has Triton's kernels interpreted
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.compare import DifferenceError
@@ -50,7 +52,8 @@ def failures(seed: int, numbers: Iterable[int], triton: bool = False) -> Iterato
 
 
 def _failure(case: Case, triton: bool) -> Failure | None:
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
+    small_too = patch.object(eight_bit, "LEAST_NUMEL", case.least_coded)
+    with warnings.catch_warnings(), np.errstate(all="ignore"), small_too:
         warnings.simplefilter("ignore")  # `max_decay` binds in many cases, and says so
         try:
             Session(case).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +28,17 @@ SHAPES = [
     (20, 31),
     (64, 65),
 ]
+# Rows of whole blocks, with a short last one, of less than a block, and too short to be coded; vectors; and more
+# dimensions. The small ones, which the interpreter takes too, are for cases where smaller tensors are coded.
+CODED_SHAPES = [(20, 256), (17, 300), (130, 32), (256, 16), (280, 15), (4200,), (3, 40, 50), (9, 3, 3, 64)]
+SMALL_CODED_SHAPES = [(2, 256), (2, 300), (3, 32), (6, 16), (7, 15), (300,), (3, 4, 10)]
+LEAST_CODED, SMALL_LEAST_CODED = 4096, 90
+
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MIXED = (torch.float32, torch.float64, *SIXTEEN_BITS, torch.complex64, torch.complex128)
 
 COPIES = ("save and load", "deepcopy", "pickle")
-WRITES = ("write exp_avg_sq", "write params", "change lr", "relayout state", "widen state")
+WRITES = ("write exp_avg_sq", "write params", "change lr", "relayout state", "widen state", "float32 and back")
 # Errors most often: it takes several buckets, and a bad gradient in a later one, to write half a step.
 EVENTS = (*COPIES, *WRITES, "error", "error", "error", "skipped step", "warning as error")
 
@@ -64,6 +71,7 @@ class Case:
     groups: list[dict[str, Any]]
     options: dict[str, Any]
     steps: list[StepSpec]
+    least_coded: int  # elements of the smallest tensor whose moments may have 8 bits
     rng: random.Random = field(repr=False)  # goes on where drawing has stopped: for values and for events
 
     def generator(self) -> torch.Generator:
@@ -74,21 +82,30 @@ def draw(seed: int, number: int, triton: bool = False) -> Case:
     """Returns case `number` of `seed`: the same one whenever it is asked for."""
     rng = random.Random(f"{seed}/{number}")
     backend = "triton" if triton else rng.choice(["cpu", "cpu", "torch"])
+    has_codes = rng.random() < 0.15
+    least_coded = SMALL_LEAST_CODED if triton or rng.random() < 0.3 else LEAST_CODED
     groups = [_group(rng) for _ in range(rng.choice([1, 1, 2, 2, 3]))]
-    dtypes = rng.choice([(torch.float32,), (torch.float32,), (torch.float64,), SIXTEEN_BITS, MIXED, MIXED])
+    dtypes = rng.choice([(torch.float32,), (torch.float32,), SIXTEEN_BITS, MIXED, MIXED, (torch.float64,)])
+    if has_codes and dtypes == (torch.float64,):  # which is never coded
+        dtypes = (torch.float32,)
     count = rng.randint(len(groups), 3 if triton else 6)
     tensors = [
         TensorSpec(_shape(rng, triton), rng.choice(dtypes), rng.choice(list(LAYOUTS)), i % len(groups), 1.0)
         for i in range(count)
     ]
     options = _options(rng, tensors)
+    if has_codes:
+        _set_codes(rng, tensors, groups, options, SMALL_CODED_SHAPES if least_coded < LEAST_CODED else CODED_SHAPES)
     if options["decay"] != "scheduled":  # there it is AdamW's and Adam's, of the order of 0.1
         for group in groups:
             group["weight_decay"] = rng.choice([0.0, 0.01, 0.1])
     _set_grad_sizes(rng, tensors, groups, options)
     share = rng.choice([1.0, 1.0, 0.7, 0.4])
-    steps = [_step(rng, count, share, options) for _ in range(rng.randint(2, 3) if triton else rng.randint(3, 6))]
-    return Case(seed, number, backend, rng.randint(1, 4), tensors, groups, options, steps, rng)
+    nonfinite = 0.2 if options.get("skip_nonfinite") else 0.1 if has_codes else 0.03
+    if options.get("max_grad_norm") and not options.get("skip_nonfinite"):  # then it spoils everything
+        nonfinite = 0.0
+    steps = [_step(rng, count, share, nonfinite) for _ in range(rng.randint(2, 3) if triton else rng.randint(3, 6))]
+    return Case(seed, number, backend, rng.randint(1, 4), tensors, groups, options, steps, least_coded, rng)
 
 
 def _shape(rng: random.Random, small: bool) -> tuple[int, ...]:
@@ -130,6 +147,27 @@ def _options(rng: random.Random, tensors: list[TensorSpec]) -> dict[str, Any]:
     return options
 
 
+def _set_codes(
+    rng: random.Random,
+    tensors: list[TensorSpec],
+    groups: list[dict[str, Any]],
+    options: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
+    """Moments in 8 bits: of all groups, or of one at least, with some tensors that are large enough."""
+    for tensor in tensors:
+        if rng.random() < 0.6:
+            tensor.shape = rng.choice(shapes)
+    if rng.random() < 0.5:
+        options["state_dtype"] = "8bit"
+    else:
+        for group in groups:
+            group["state_dtype"] = rng.choice(["8bit", "8bit", None, torch.bfloat16])
+        rng.choice(groups)["state_dtype"] = "8bit"
+    if rng.random() < 0.5:
+        options["seed"] = rng.getrandbits(40)
+
+
 def _set_grad_sizes(
     rng: random.Random, tensors: list[TensorSpec], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
@@ -149,13 +187,13 @@ def _set_grad_sizes(
         tensor.grad_size = 10 ** rng.uniform(-4, 0.5) if ordinary else size
 
 
-def _step(rng: random.Random, count: int, share: float, options: dict[str, Any]) -> StepSpec:
+def _step(rng: random.Random, count: int, share: float, nonfinite: float) -> StepSpec:
     step = StepSpec(
         present=[rng.random() < share for _ in range(count)],
         grad_layouts=[rng.choice([*LAYOUTS, "contiguous", "expanded"]) for _ in range(count)],
         events=[rng.choice(EVENTS) for _ in range(rng.choice([0, 1, 1, 2]))],
         loss_scale=rng.choice([None, None, None, 0.5, 64.0, 1000.0]),
     )
-    if rng.random() < (0.2 if options.get("skip_nonfinite") else 0.03 if not options.get("max_grad_norm") else 0.0):
+    if rng.random() < nonfinite:
         step.nonfinite = rng.choice([float("inf"), float("nan"), -float("inf")])
     return step

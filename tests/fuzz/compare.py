@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from tests.definition import Array, Group
+from tests.fuzz import coded
 from tests.fuzz.definition import OneStep
 from tests.fuzz.layouts import as_real, to_wide
 
 # Roundings that one result may have behind it. The kernels have up to six, and products of factors among them.
 ROUNDINGS = 8
+
+# Of moments in 8 bits, on top: a product with the scale, which for a second moment is squared.
+DECODING = 3
 
 # Sums are made in several lanes, in each of which one element is added after the other: in C++ up to a block's end, in
 # torch up to the tensor's. If all elements are equal, as in an expanded gradient, so are the roundings.
@@ -65,6 +69,33 @@ def check_close(what: str, got: Tensor, wanted: Array, bound: Array) -> None:
         )
 
 
+def check_coded(what: str, key: str, state: Mapping[str, Any], wanted: Array, bound: Array, noise: Array) -> None:
+    """Scales and codes of a moment that is rounded by random bits, see coded.py."""
+    codec = coded.CODECS[key]
+    codes, scales = state[codec.codes], state[codec.scales]
+    if codes.dtype != codec.dtype or codes.shape != wanted.shape:
+        raise DifferenceError(f"{what} has codes of {codes.dtype} and {tuple(codes.shape)}")
+    of_blocks, of_elements = to_wide(scales).reshape(coded.in_blocks(wanted).shape[:2]), to_wide(codes)
+    lost = ~(abs(coded.in_blocks(wanted)) <= torch.finfo(torch.float32).max).all(-1)  # with all of their elements
+    if np.isfinite(of_blocks[lost]).any():
+        raise DifferenceError(f"{what}: a block has the scale {of_blocks[lost][0]:.9g}, but not all of it is finite")
+    kept = ~coded.for_elements(lost, wanted.shape)
+    interval = coded.Interval.of(key, np.where(kept, wanted, 0), np.where(kept, bound, 0))
+    of_blocks = np.where(lost, 0, of_blocks)
+    _check_within(f"{what}: scales", of_blocks, *interval.scales(key), ~lost)
+    _check_within(f"{what}: codes", of_elements, *interval.codes(key, of_blocks, noise), kept)
+
+
+def _check_within(what: str, got: Array, least: Array, most: Array, judged: Array) -> None:
+    far = ~((least <= got) & (got <= most)) & judged
+    if far.any():
+        first = tuple(int(i[0]) for i in np.nonzero(far))
+        raise DifferenceError(
+            f"{what}: {int(far.sum())} of {far.size} differ, the first at {first}: got {got[first]:.9g}, the "
+            f"definition gives {least[first]:.9g} to {most[first]:.9g}"
+        )
+
+
 def check_number(what: str, got: Tensor, wanted: Array, relative: float) -> None:
     value = np.longdouble(float(got))
     both_infinite = not np.isfinite(wanted) and not np.isfinite(value)
@@ -86,9 +117,17 @@ def bias_correction_error(group: Group, steps: int) -> float:
 
 
 def check_stepped(
-    judge: OneStep, i: int, group: Group, start: Start, param: Tensor, state: dict[str, Any], tolerance: float
+    judge: OneStep,
+    i: int,
+    group: Group,
+    start: Start,
+    param: Tensor,
+    state: dict[str, Any],
+    tolerance: float,
+    noises: dict[str, Array] | None,
 ) -> None:
-    """Parameter `i`, its master and its moments after a step that `judge` has taken too."""
+    """Parameter `i`, its master and its moments after a step that `judge` has taken too. `noises` are those that its
+    moments are rounded by if they should have 8 bits."""
     name = f"parameter {i} ({tuple(param.shape)}, {param.dtype})"
     if float(state["step"]) != judge.steps[i]:
         raise DifferenceError(f"{name}: step is {float(state['step'])}, wanted {judge.steps[i]}")
@@ -96,16 +135,29 @@ def check_stepped(
     size = judge.applied_size[i]
     assert size is not None
     computed = torch.promote_types(param.dtype.to_real(), torch.float32)
-    u = ROUNDINGS * unit(computed)
+    u = (ROUNDINGS + DECODING * (noises is not None)) * unit(computed)
     bias_correction1, bias_correction2 = (judge.bias_correction(beta, i) for beta in group.betas)
     cancelled = bias_correction_error(group, judge.steps[i])
     factor = 0.0 if judge.max_grad_norm is None else tolerance  # of the norm, by which gradients are clipped
     exp_avg_bound = u * abs(start.exp_avg) + (u + factor) * (1 - beta1) * size
-    exp_avg_sq_bound = u * beta2 * abs(start.exp_avg_sq) + (u + 2 * factor) * (1 - beta2) * size**2 + quantum(computed)
-    check_close(f"{name}: exp_avg", state["exp_avg"], judge.exp_avg[i], exp_avg_bound)
-    check_close(f"{name}: exp_avg_sq", state["exp_avg_sq"], judge.exp_avg_sq[i], exp_avg_sq_bound)
+    exp_avg_sq_bound = u * beta2 * abs(start.exp_avg_sq) + (u + 2 * factor) * (1 - beta2) * size**2
+    exp_avg_sq_bound = exp_avg_sq_bound + (1 if noises is None else 2) * quantum(computed)
+    for key, wanted, bound in (
+        ("exp_avg", judge.exp_avg[i], exp_avg_bound),
+        ("exp_avg_sq", judge.exp_avg_sq[i], exp_avg_sq_bound),
+    ):
+        if coded.is_coded(state, key) != (noises is not None):
+            raise DifferenceError(
+                f"{name}: has a state of {list(state)}, which should {'not ' * (noises is None)}be codes"
+            )
+        if noises is None:
+            check_close(f"{name}: {key}", state[key], wanted, bound)
+        else:
+            check_coded(f"{name}: {key}", key, state, wanted, bound, noises[key])
     if group.amsgrad:
-        check_close(f"{name}: max_exp_avg_sq", state["max_exp_avg_sq"], judge.max_exp_avg_sq[i], exp_avg_sq_bound)
+        maxima = judge.max_exp_avg_sq[i]
+        bound = exp_avg_sq_bound + unit(computed) * maxima  # loaded in float64, they are read in float32
+        check_close(f"{name}: max_exp_avg_sq", state["max_exp_avg_sq"], maxima, bound)
     second = judge.max_exp_avg_sq[i] if group.amsgrad else judge.exp_avg_sq[i]
     root = np.sqrt(second)
     denom = root / np.sqrt(bias_correction2) + group.eps

@@ -9,13 +9,15 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tests.fuzz.cases import COPIES, StepSpec
-from tests.fuzz.compare import DifferenceError
-from tests.fuzz.layouts import exact_copy, laid_out
-from tests.fuzz.trained import Trained
+from tests.fuzz.coded import CODECS, TO_NEAREST, is_coded, numbers
+from tests.fuzz.compare import DECODING, DifferenceError, check_close, check_coded, quantum, unit
+from tests.fuzz.layouts import as_real, exact_copy, laid_out, to_wide
+from tests.fuzz.trained import Trained, same_state
 
 if TYPE_CHECKING:
     from tests.fuzz.session import Session
@@ -53,9 +55,12 @@ def pickle_both(session: Session, step: StepSpec) -> None:
 
 @torch.no_grad()
 def write_exp_avg_sq(session: Session, step: StepSpec) -> None:
+    share = session.rng.choice([0.2, 0.7])  # a write that is missed shows only where it is the only one of a bucket
     for state in session.trained.states():
-        if state and session.rng.random() < 0.7:
-            state[session.rng.choice([key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in state])].mul_(100)
+        if state and session.rng.random() < share:
+            factors = {"exp_avg_sq": 100, "max_exp_avg_sq": 100, CODECS["exp_avg_sq"].scales: 10}
+            key = session.rng.choice([key for key in factors if key in state])
+            as_real(state[key]).mul_(factors[key])  # a complex product would spread NaN
 
 
 @torch.no_grad()
@@ -77,7 +82,7 @@ def change_lr(session: Session, step: StepSpec) -> None:
 
 
 def relayout_state(session: Session, step: StepSpec) -> None:
-    """By hand, as tests of layouts do it."""
+    """By hand, as tests of layouts do it. Codes are made contiguous again."""
     session.state_has_gaps = True
     for state in session.trained.states():
         for key in [key for key in state if key != "step"]:
@@ -85,15 +90,64 @@ def relayout_state(session: Session, step: StepSpec) -> None:
 
 
 def widen_state(session: Session, step: StepSpec) -> None:
-    """Loads a state dict some of whose moments are float64, in other layouts."""
+    """Loads a state dict some of whose moments are float64, in other layouts. In place of codes it has other numbers,
+    which are between codes."""
     state_dict = copy.deepcopy(session.trained.optimizer.state_dict())
-    for state in state_dict["state"].values():
+    converted = []
+    for number, state in state_dict["state"].items():
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            if key in state and session.rng.random() < 0.4:
+            if (key in state or is_coded(state, key)) and session.rng.random() < 0.4:
+                if is_coded(state, key):
+                    values = torch.from_numpy(numbers(state, key).astype(np.float64))
+                    state[key] = values * (0.5 + torch.rand(values.shape, generator=session.generator))
+                    converted.append((number, key, to_wide(state[key])))
+                    del state[CODECS[key].codes], state[CODECS[key].scales]
                 dtype = torch.complex128 if state[key].is_complex() else torch.float64
                 state[key] = laid_out(state[key].to(dtype), session.rng.choice(["reversed", "gapped"]))
     session.trained.optimizer.load_state_dict(state_dict)
     session.state_has_gaps = False
+    _check_coded_again(session, converted)
+
+
+def float32_and_back(session: Session, step: StepSpec) -> None:
+    """Loads the state into an optimizer whose moments have 32 bits at least, and its state into this one."""
+    before = session.trained.snapshot()[1]
+    params = [torch.nn.Parameter(exact_copy(param)) for param in session.trained.params]
+    wide = session.new(params, in_float32=True)
+    wide.optimizer.load_state_dict(session.trained.optimizer.state_dict())
+    for i, (old, state) in enumerate(zip(before, wide.states(), strict=True)):
+        for key in CODECS if old else ():
+            values = numbers(old, key)
+            check_close(f"parameter {i}: {key} in float32", state[key], values, _error_of_converting(values))
+    session.trained.optimizer.load_state_dict(wide.optimizer.state_dict())
+    session.state_has_gaps = False
+    _check_coded_again(
+        session,
+        [
+            (number, key, to_wide(wide.states()[i][key]))
+            for number, i in enumerate(session.in_order)
+            for key in CODECS
+            if is_coded(before[i], key)
+        ],
+    )
+    for i, (old, state) in enumerate(zip(before, session.trained.states(), strict=True)):
+        if not is_coded(old, "exp_avg") and not same_state(old, state):
+            raise DifferenceError(f"the state of parameter {i} has other bits after loading it in float32 and back")
+
+
+def _error_of_converting(values: np.ndarray) -> np.ndarray:
+    return 2 * DECODING * unit(torch.float32) * abs(values) + quantum(torch.float32)
+
+
+def _check_coded_again(session: Session, converted: list[tuple[int, str, np.ndarray]]) -> None:
+    """What was loaded as numbers is rounded to the nearest code."""
+    for number, key, values in converted:
+        i = session.in_order[number]
+        state = session.trained.states()[i]
+        if not is_coded(state, key):
+            raise DifferenceError(f"{key} of parameter {i} is no longer in 8 bits after loading")
+        what = f"{key} of parameter {i}, loaded as numbers"
+        check_coded(what, key, state, values, _error_of_converting(values), TO_NEAREST)
 
 
 def fail(session: Session, step: StepSpec) -> None:
@@ -155,6 +209,7 @@ HAPPENINGS: dict[str, Callable[[Session, StepSpec], None]] = {
     "change lr": change_lr,
     "relayout state": relayout_state,
     "widen state": widen_state,
+    "float32 and back": float32_and_back,
     "error": fail,
     "skipped step": skipped_step,
     "warning as error": warning_as_error,

@@ -44,13 +44,15 @@ class Operands:
     def __init__(self) -> None:
         self._seen = Fingerprint([], [])
         self._dtypes: list[torch.dtype] = []
+        self._aligned: Tensor | None = None  # by tensor: what is aligned is added in another order than what is not
+        self.realigned: Tensor | None = None  # where `refresh` has found that to be otherwise than the last time
         self._codecs: Tensor | None = None
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
 
     def refresh(self, bucket: Bucket) -> bool:
         """Describes the tensors of a step. Returns whether their dtypes differ from those that were seen last."""
         columns = [*columns_of(bucket), *scales_of(bucket)]
-        seen, before = fingerprint(bucket), self._dtypes
+        seen, before, self.realigned = fingerprint(bucket), self._dtypes, None
         if self._seen != seen:
             is_new, self._seen = self._seen.others != seen.others, Fingerprint([], [])
             if is_new:
@@ -120,15 +122,17 @@ class Operands:
             if column == GRADS and addresses[tensor] != NO_GRAD:
                 grads[tensor] = copy.data_ptr()
         self._host_table[:, GRADS] = grads
-        # A tensor without a gradient counts as if it had one, or its sum, read again, would be added in another order.
-        is_aligned = (grads % ALIGNMENT == 0) | (grads == NO_GRAD)
-        self._host_table[:, ALIGNED.value] = self._others_are_aligned & is_aligned
+        # A tensor without a gradient counts as if it had one that is aligned, as gradients mostly are.
+        aligned = self._others_are_aligned & ((grads % ALIGNMENT == 0) | (grads == NO_GRAD))
+        if self._aligned is not None and not torch.equal(aligned, self._aligned):
+            self.realigned = aligned != self._aligned
+        self._host_table[:, ALIGNED.value] = self._aligned = aligned
         if self._codecs is None:
             self.table = from_host(self._host_table, bucket.device)
         else:
-            before = self._codecs.numel()
+            size = self._codecs.numel()
             both = from_host(torch.cat([self._codecs.flip(0).flatten(), self._host_table.flatten()]), bucket.device)
-            self.table = both[before:].view(self._host_table.shape)
+            self.table = both[size:].view(self._host_table.shape)
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:

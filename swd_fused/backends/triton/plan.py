@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton.compilation import launcher_for, programs_on, variant_of
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS
+from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_STEP, TENSOR
 from swd_fused.backends.triton.launch import Launcher
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
@@ -60,6 +61,8 @@ class Plan:
         if self._operands.refresh(bucket) or not self._numels:
             self._numels, self._parts = _numels_by_dtypes(bucket), {}
             self._forget_sums()
+        elif self._operands.realigned is not None:
+            self._forget_sums_of(from_host(self._operands.realigned, bucket.device))
         if bucket.is_stepped_by_graphs():
             self._forget_sums()
 
@@ -90,6 +93,13 @@ class Plan:
         columns = {tensor: self._columns[tensor] for tensor in numels if tensor in self._columns}
         programs = programs_on(kernel, bucket.device, dtypes, variant_of(bucket, dtypes, bool(columns)))
         return Part(dtypes, numels, programs, bucket.device, columns)
+
+    def _forget_sums_of(self, tensors: Tensor) -> None:
+        """Has these read once more, in the order in which a run that is resumed now reads them."""
+        for part in chain.from_iterable(self._parts.values()):
+            known = part.sums[: part.n_segments, SUM_STEP.value]
+            known.masked_fill_(tensors[part.segments[:, TENSOR.value]], -1.0)
+        self._forget_sums()
 
     def _forget_sums(self) -> None:
         self._with_sums = self.last = None

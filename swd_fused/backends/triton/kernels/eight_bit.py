@@ -93,8 +93,10 @@ def encoded(values, noise, LARGEST: tl.constexpr, SIGNED: tl.constexpr):
     """Codes, in 32 bits, and scales of the blocks of a tile.
 
     The largest value is found among its bits, where NaN is the largest of all. Blocks that have no inverse, since they
-    are zero or not finite, have the code 0, or the least that there is.
+    are zero or not finite, have the code 0, or the least that there is. Beside maxima that were loaded in float64
+    values are computed in float64.
     """
+    values = values.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scales = tl.max(tl.max(bits, axis=0), axis=1).to(tl.float32, bitcast=True) * (1 / LARGEST)
     inverse = tl.where(scales > LEAST_SCALE, quotient(tl.full(scales.shape, UNIT, tl.float32), scales), 0.0)
