@@ -81,7 +81,7 @@ def compared(difference: float, spread: float) -> str:
 
 
 def verdict(finding: Finding) -> str:
-    if not finding.spread:
+    if not finding.spread or not finding.train_loss[1]:
         return f"{finding.task}: {finding.contender} is not judged: one seed has no spread."
     losses = (
         ("training", finding.difference[0], finding.spread),

@@ -16,6 +16,7 @@ import argparse
 import math
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         contenders = selected(options.contender)
     except ValueError as error:
         command.error(str(error))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for contender in contenders:
         if not contender.installed:
             console.print(f"Without {contender.name}. To compare: pip install {contender.package}", soft_wrap=True)

@@ -6,6 +6,7 @@ Lines are means over seeds, bands reach from the lowest seed to the highest.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,10 +93,12 @@ def draw(axis: Axes, points: Sequence[Row], value: str, percent: bool = False) -
 
 def caption(rows: Sequence[Row]) -> str:
     first = rows[0]
-    seeds = len({row["seed"] for row in rows})
+    runs = Counter((row["task"], row["contender"]) for row in rows)
+    exception = " (one where there is no band)" if min(runs.values()) == 1 else ""
     return (
-        f"Mean of {seeds} seeds, bands from the lowest to the highest. Same weights and batches for all of a seed. "
-        f"Same hyper-parameters.\nAdamS: scheduled weight decay, AdamW: constant. float32 parameters on the CPU, "
+        f"Mean of {max(runs.values())} seeds{exception}, bands from the lowest to the highest. Same weights and "
+        "batches for all of a seed. Same hyper-parameters.\nAdamS: scheduled weight decay, AdamW: constant. float32 "
+        "parameters on the CPU, "
         f"{first['cpu']}. torch {first['torch']}, swd_fused {first['swd_fused']}, Python {first['python']}, "
         f"{first['date'][:10]}."
     )
