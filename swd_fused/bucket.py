@@ -13,12 +13,12 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
-from swd_fused.eight_bit import CODES, SCALES, block_numbers
+from swd_fused.eight_bit import CODES, SCALES, STORED_DTYPES, block_numbers
 from swd_fused.element_numbers import element_numbers
 from swd_fused.group_checks import check_grads
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, HyperRow, bias_corrections, scalar_dtype
-from swd_fused.state import check_state
+from swd_fused.state import check_codes, check_state
 from swd_fused.transfer import HostCopy, can_be_read_later, from_host, is_fake
 
 if TYPE_CHECKING:
@@ -270,7 +270,11 @@ class Bucket:
         others = [tensors for tensors in (self.max_exp_avg_sqs, self.masters) if tensors]
         for index, param in enumerate(self.params):
             tensors = [column[index] for column in (self.exp_avgs, self.exp_avg_sqs, *others)]
-            check_state(param, tensors, [column[index] for column in scales] if index in self.block_numbers else ())
+            is_coded = index in self.block_numbers
+            check_state(param, tensors, [column[index] for column in scales] if is_coded else ())
+            if is_coded:
+                columns = self.exp_avgs, self.exp_avg_sqs, *scales
+                check_codes(param, {name: column[index] for name, column in zip(STORED_DTYPES, columns, strict=True)})
 
     def end(self) -> None:
         """Lets go of the gradients: between steps they are the user's to free."""
@@ -309,9 +313,9 @@ class Bucket:
     def _moments(self, key: str, entries: list[Entry]) -> list[Tensor]:
         if not self.coded or key not in CODES:
             return [_as_real(local_tensor(moment)) for moment in self._hold(key, entries)]
-        moments = iter(self._hold(key, [entry for entry in entries if key in entry.staged]))
-        codes = iter(self._hold(CODES[key], [entry for entry in entries if CODES[key] in entry.staged]))
         coded = set(self.coded)
+        moments = iter(self._hold(key, [entry for index, entry in enumerate(entries) if index not in coded]))
+        codes = iter(self._hold(CODES[key], [entries[index] for index in self.coded]))
         in_order = [next(codes if index in coded else moments) for index in range(len(entries))]
         return [_as_real(local_tensor(tensor)) for tensor in in_order]
 

@@ -5,8 +5,8 @@ into blocks of 256 elements, of which the last may be shorter. So blocks do not 
 a tensor is sharded along its first dimension. Each block has a float32 scale:
 
     exp_avg     code * scale        int8 codes from -127 to 127
-    exp_avg_sq  (code * scale)^2    uint8 codes of the root; none is 0 in a block that is not all zeros, since a weight
-                                    whose second moment vanished would take a step divided by eps
+    exp_avg_sq  (code * scale)^2    uint8 codes of the root; after an update none is 0, since a weight whose second
+                                    moment vanished would take a step divided by eps
 
 An update uses moments as they are before rounding, and rounds what it stores stochastically: to nearest, most codes of
 the second moment would stick, since a step changes it by a thousandth, and its sum was 3 to 7% too low after 400 steps.
@@ -14,9 +14,9 @@ the second moment would stick, since a step changes it by a thousandth, and its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,31 +27,40 @@ from swd_fused.stochastic_rounding import LOW_32_BITS, scrambled
 
 BLOCK = 256
 
-# Smaller tensors, such as biases and norms, are a small share of a model and keep float32. So do tensors whose blocks
-# would be so short that the scales take as much memory as they save.
+# Smaller tensors are a small share of a model and keep float32. So do vectors such as biases and norms, which would
+# have to where they are sharded: a checkpoint should not depend on that. And so do tensors whose rows are so short that
+# scales would take more than a quarter as much memory as codes.
 LEAST_NUMEL = 4096
+LEAST_VECTOR = 65536
 LEAST_ROW = 16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-Moment = Literal["exp_avg", "exp_avg_sq"]
 CODES: dict[str, str] = {"exp_avg": "exp_avg_codes", "exp_avg_sq": "exp_avg_sq_root_codes"}
 SCALES: dict[str, str] = {"exp_avg": "exp_avg_scales", "exp_avg_sq": "exp_avg_sq_root_scales"}
 CODE_DTYPES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+STORED_DTYPES = {
+    **{CODES[key]: dtype for key, dtype in CODE_DTYPES.items()},
+    **dict.fromkeys(SCALES.values(), torch.float32),
+}
 LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 255}
 
 # Codes are rounded from fixed-point numbers with 8 bits of fraction, to which as many random bits are added.
 FRACTION_BITS = 8
 TO_NEAREST = 1 << FRACTION_BITS >> 1
 
-# A block whose scale is not larger has codes of 0: its inverse would overflow. The root of a second moment that float32
-# can hold is never so small.
+# A block whose scale is not larger has codes of 0, and root codes of 1: its inverse would overflow. The root of a
+# second moment that float32 can hold is never so small.
 LEAST_SCALE = 1e-35
+
+# Elements of which temporary tensors are made at once.
+PIECE = 1 << 20
 
 
 def fits(param: Any) -> bool:
-    """Returns whether a parameter's moments can be kept in 8 bits. All ranks come to the same answer."""
-    if param.dtype not in DTYPES or param.numel() < LEAST_NUMEL or rows_and_columns(param.shape)[1] < LEAST_ROW:
+    """Returns whether a parameter's moments can be kept in 8 bits. Of a DTensor all ranks come to the same answer."""
+    least = LEAST_VECTOR if param.dim() == 1 else LEAST_NUMEL
+    if param.dtype not in DTYPES or param.numel() < least or rows_and_columns(param.shape)[1] < LEAST_ROW:
         return False
     return not is_dtensor(param) or _shards_have_whole_blocks(param)
 
@@ -79,8 +88,25 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the scales of a tensor or a shard: the first dimension stays, for shards along it."""
     rows, columns = rows_and_columns(shape)
-    blocks = -(-columns // BLOCK)
+    blocks = blocks_of_row(columns)
     return (rows, blocks) if len(shape) > 1 else (blocks,)
+
+
+def blocks_of_row(columns: int) -> int:
+    return -(-columns // BLOCK)
+
+
+def pieces(shape: Sequence[int], numel: int = PIECE) -> Iterator[tuple[slice, slice]]:
+    """Cuts a tensor into pieces of about `numel` elements: whole rows or, of a vector, whole blocks. Yields slices of
+    its first dimension, and of that of its scales."""
+    if len(shape) == 1:
+        step = max(1, numel // BLOCK) * BLOCK
+        for begin in range(0, shape[0], step):
+            yield slice(begin, begin + step), slice(begin // BLOCK, (begin + step) // BLOCK)
+        return
+    step = max(1, numel // max(1, prod(shape[1:])))
+    for begin in range(0, shape[0], step):
+        yield slice(begin, begin + step), slice(begin, begin + step)
 
 
 # --- The random bits
@@ -131,7 +157,7 @@ def noise_of_blocks(key: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 def decoded(key: str, codes: Tensor, scales: Tensor) -> Tensor:
     """Returns a moment in float32."""
     rows, columns = rows_and_columns(codes.shape)
-    wide = scales.reshape(rows, -1).repeat_interleave(BLOCK, 1)[:, :columns].reshape(codes.shape)
+    wide = scales.reshape(rows, blocks_of_row(columns)).repeat_interleave(BLOCK, 1)[:, :columns].reshape(codes.shape)
     values = codes.to(torch.float32) * wide
     return values.square() if key == "exp_avg_sq" else values
 
@@ -139,7 +165,7 @@ def decoded(key: str, codes: Tensor, scales: Tensor) -> Tensor:
 def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of a moment in float32. `noise` has 8 bits for each element of whole blocks."""
     rows, columns = rows_and_columns(values.shape)
-    blocks = -(-columns // BLOCK)
+    blocks = blocks_of_row(columns)
     matrix = values.reshape(rows, columns)
     matrix = torch.nn.functional.pad(matrix.sqrt() if key == "exp_avg_sq" else matrix, (0, blocks * BLOCK - columns))
     in_blocks = matrix.view(rows, blocks, BLOCK)
@@ -148,13 +174,14 @@ def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple
     fixed = (in_blocks * inverse[..., None]).round().nan_to_num(0.0).to(torch.int32)
     codes = (fixed + noise) >> FRACTION_BITS
     codes = codes.clamp(1 if key == "exp_avg_sq" else -LARGEST_CODE[key], LARGEST_CODE[key])
-    codes = codes.to(CODE_DTYPES[key]).view(rows, -1)[:, :columns].reshape(values.shape)
+    codes = codes.to(CODE_DTYPES[key]).view(rows, blocks * BLOCK)[:, :columns].reshape(values.shape)
     return codes, scales.view(scales_shape(values.shape))
 
 
 def sum_of_squares(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the sum of a second moment. Within a block it is exact: a sum of whole numbers."""
     rows, columns = rows_and_columns(codes.shape)
-    matrix = torch.nn.functional.pad(codes.reshape(rows, columns), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
-    squares = matrix.to(torch.int32).square().sum(-1)
-    return (squares.to(dtype) * scales.reshape(squares.shape).to(dtype).square()).sum()
+    blocks = torch.nn.functional.pad(codes.reshape(rows, columns), (0, -columns % BLOCK)).view(-1, BLOCK)
+    parts = torch.split(blocks, PIECE // BLOCK)
+    squares = torch.cat([part.to(torch.int32).square().sum(-1) for part in parts])
+    return (squares.to(dtype) * scales.flatten().to(dtype).square()).sum()

@@ -52,7 +52,7 @@ def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
 
 
 def check_state_dtype(state_dtype: object) -> None:
-    if not any(state_dtype is known or state_dtype == known for known in (*STATE_DTYPES, None)):
+    if state_dtype is not None and not any(state_dtype is known or state_dtype == known for known in STATE_DTYPES):
         raise ValueError(message("state_dtype", state_dtype, f"one of {STATE_DTYPES} or None"))
 
 
@@ -61,6 +61,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
     Betas of 1 and more pass, as they do in Adam: schedulers that cycle the momentum set what they are told to.
     """
+    check_state_dtype(group["state_dtype"])
     if _has_usual_numbers(group):
         return
     for name in ("lr", "eps", "weight_decay"):

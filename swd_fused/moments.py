@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import eight_bit
-from swd_fused.distributed.sharding import local_tensor, sharded_like
+from swd_fused.distributed.sharding import is_dtensor, local_tensor, sharded_like
 from swd_fused.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
 from swd_fused.options import StateDtype
 
@@ -70,6 +70,19 @@ def decoded_moment(state: Mapping[str, Any], key: str) -> Tensor:
     return local_tensor(state[key])
 
 
+def without_cut_blocks(state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """Decodes what is sharded anew, where the new shards would cut blocks: scales could not follow their codes."""
+    if not is_dtensor(param) or eight_bit.fits(param):
+        return state
+    result = dict(state)
+    for key in CODED:
+        if is_coded(state, key):
+            codes = result.pop(CODES[key])
+            del result[SCALES[key]]
+            result[key] = sharded_like(codes, decoded_moment(state, key))
+    return result
+
+
 def new_moment(key: str, param: Tensor, state_dtype: StateDtype, backend: Backend) -> dict[str, Tensor]:
     """Returns the state of a moment that is zero."""
     if state_dtype == "8bit" and eight_bit.fits(param):
@@ -83,12 +96,14 @@ def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtyp
     is_wanted_coded = state_dtype == "8bit" and eight_bit.fits(param)
     for key in MOMENTS:
         if is_coded(state, key) and not is_wanted_coded:
-            values = decoded_moment(state, key)
-            dtype = stored_dtype(key, values.dtype, param.dtype, state_dtype)
-            moment = backend.new_moment(local_tensor(param), dtype, param.device).copy_(values)
-            del state[CODES[key]], state[SCALES[key]]
+            dtype = stored_dtype(key, torch.float32, param.dtype, state_dtype)
+            moment = backend.new_moment(local_tensor(param), dtype, param.device)
+            codes, scales = (local_tensor(state.pop(name)) for name in (CODES[key], SCALES[key]))
+            for piece, blocks in eight_bit.pieces(codes.shape):
+                moment[piece].copy_(eight_bit.decoded(key, codes[piece], scales[blocks]))
             state[key] = sharded_like(param, moment)
         elif is_coded(state, key):
+            state.pop(key, None)  # codes are what counts; nobody else may take the numbers for the moment
             for name in (CODES[key], SCALES[key]):
                 if not local_tensor(state[name]).is_contiguous():
                     state[name] = state[name].contiguous()
@@ -105,8 +120,10 @@ def _as_codes(key: str, param: Tensor, values: Tensor | None, backend: Backend) 
     codes = backend.new_moment(like, CODE_DTYPES[key], param.device)
     scales = torch.zeros(scales_shape(shape), dtype=torch.float32, device=param.device)
     if values is not None:
-        for tensor, value in zip((codes, scales), eight_bit.encoded(key, values.to(torch.float32)), strict=True):
-            tensor.copy_(value)
+        for piece, blocks in eight_bit.pieces(shape):
+            own = codes[piece], scales[blocks]
+            for tensor, value in zip(own, eight_bit.encoded(key, values[piece].to(torch.float32)), strict=True):
+                tensor.copy_(value)
     return {
         CODES[key]: sharded_like(param, codes, tuple(param.shape)),
         SCALES[key]: sharded_like(param, scales, scales_shape(param.shape)),

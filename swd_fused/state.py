@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swd_fused import moments
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
-from swd_fused.eight_bit import BLOCK, CODE_DTYPES, CODES, SCALES, scales_shape
+from swd_fused.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.group_checks import check_group
 from swd_fused.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.options import MASTER, Options
@@ -80,6 +80,16 @@ def check_state(param: Tensor, tensors: Iterable[Tensor], scales: Iterable[Tenso
                     f"has shape {tuple(param.shape)} on {param.device}, wanted {shape} there. After replacing a "
                     "parameter by another one delete its state: del optimizer.state[param]."
                 )
+
+
+def check_codes(param: Tensor, found: Mapping[str, Tensor]) -> None:
+    """Refuses codes and scales that were converted to another dtype, before a step takes them for what they are not."""
+    for name, tensor in found.items():
+        if tensor.dtype != STORED_DTYPES[name]:
+            raise RuntimeError(
+                f"FusedAdamS has {name} of {tensor.dtype}, wanted {STORED_DTYPES[name]}, for a parameter of shape "
+                f"{tuple(param.shape)}. Load the state anew, or start it afresh: del optimizer.state[param]."
+            )
 
 
 def with_separate_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -168,14 +178,13 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
 
 
 def _check_saved_codes(state: Mapping[str, Any], key: object) -> None:
+    for name, dtype in STORED_DTYPES.items():
+        if name in state and state[name].dtype != dtype:
+            raise ValueError(
+                f"The saved {name} of parameter {key} has {state[name].dtype}, wanted {dtype}. The state dict is "
+                "damaged, or was converted: save and load it as it is."
+            )
     for moment in CODED:
-        wanted = {CODES[moment]: CODE_DTYPES[moment], SCALES[moment]: torch.float32}
-        for name, dtype in wanted.items():
-            if name in state and state[name].dtype != dtype:
-                raise ValueError(
-                    f"The saved {name} of parameter {key} has {state[name].dtype}, wanted {dtype}. The state dict is "
-                    "damaged, or was converted: save and load it as it is."
-                )
         if SCALES[moment] in state and bool((local_tensor(state[SCALES[moment]]) < 0).any()):
             raise ValueError(f"The saved {SCALES[moment]} of parameter {key} has negative values: it is damaged.")
 
@@ -212,6 +221,7 @@ def loaded_state(
 
     torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
     """
+    saved = moments.without_cut_blocks(saved, param)
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":

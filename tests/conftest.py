@@ -78,7 +78,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def _codes_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """With state_dtype="8bit" also the tensors of small models have 8-bit moments."""
-    monkeypatch.setattr(eight_bit, "LEAST_NUMEL", 40)
+    for name in ("LEAST_NUMEL", "LEAST_VECTOR"):
+        monkeypatch.setattr(eight_bit, name, 40)
 
 
 @pytest.fixture(autouse=True)

@@ -52,13 +52,14 @@ int64_t coded_columns(const Tensor& exp_avg, const Tensor& exp_avg_sq, const Ten
   const View view(exp_avg_sq);
   STD_TORCH_CHECK(exp_avg.scalar_type() == ScalarType::Char && exp_avg.is_contiguous() && exp_avg_sq.is_contiguous(),
                   "swd_fused: codes must be contiguous, int8 for exp_avg and uint8 for exp_avg_sq");
+  // A shard may have no rows.
   const int64_t rows = view.dim() > 1 ? view.sizes[0] : 1;
-  const int64_t columns = rows ? view.numel() / rows : 0;
+  int64_t columns = view.dim() > 1 ? 1 : view.numel();
+  for (int64_t d = 1; d < view.dim(); ++d) columns *= view.sizes[d];
   const int64_t blocks = rows * ((columns + CODE_BLOCK - 1) / CODE_BLOCK);
   for (const Tensor& scales : {exp_avg_scales, exp_avg_sq_scales}) {
-    STD_TORCH_CHECK(
-        scales.scalar_type() == ScalarType::Float && scales.is_contiguous() && (scales.numel() == blocks || !columns),
-        "swd_fused: scales must be contiguous, float32, one for each block");
+    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && scales.is_contiguous() && scales.numel() == blocks,
+                    "swd_fused: scales must be contiguous, float32, one for each block");
   }
   return columns;
 }

@@ -54,8 +54,6 @@ class OperandsReader {
 
   size_t size() const { return size_; }
   bool amsgrad() const { return amsgrad_; }
-  bool coded() const { return coded_; }
-  bool numbered() const { return numbered_; }
 
   // To be called `size` times.
   Operands next();

@@ -85,6 +85,8 @@ class Operands:
             check_memory(bucket)
         if self._seen.others != seen.others:
             kept = bucket.params, *bucket.state_tensors
+            if len({tensor.device for tensor in chain.from_iterable(kept)}) > 1:
+                check_memory(bucket)  # with one on "meta" the operator would do nothing, and say nothing
             try:
                 layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
             except RuntimeError:

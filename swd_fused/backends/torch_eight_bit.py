@@ -68,11 +68,8 @@ def pieces_of_coded(bucket: Bucket) -> Iterator[Piece]:
         param = bucket.params[index]
         if bucket.grads[index] is None or not param.numel():
             continue
-        elements_in_row = param.numel() // param.shape[0]
-        rows = max(1, batch_limit(param) // elements_in_row)
-        rows = rows // BLOCK * BLOCK if param.dim() == 1 else rows
-        for begin in range(0, param.shape[0], rows):
-            yield Piece(bucket, index, begin, min(begin + rows, param.shape[0]))
+        for rows, _ in eight_bit.pieces(param.shape, batch_limit(param)):
+            yield Piece(bucket, index, rows.start, min(rows.stop, param.shape[0]))
 
 
 def sums_of_coded(bucket: Bucket, indices: list[int]) -> Tensor:

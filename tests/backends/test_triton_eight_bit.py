@@ -103,7 +103,8 @@ def take_step(optimizer: FusedAdamS, params: list[torch.nn.Parameter], mode: Mod
 
 @pytest.fixture(autouse=True)
 def _small_tensors_have_codes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(eight_bit, "LEAST_NUMEL", LEAST_NUMEL)
+    for name in ("LEAST_NUMEL", "LEAST_VECTOR"):
+        monkeypatch.setattr(eight_bit, name, LEAST_NUMEL)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         yield
 

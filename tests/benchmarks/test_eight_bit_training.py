@@ -205,7 +205,19 @@ def test_one_seed_is_not_judged() -> None:
 
 
 def test_command_and_continuing_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--quick", "--seeds", "2", "--every", "2", "--out", str(tmp_path), "--contender", EIGHT_BIT]
+    arguments = [
+        "--quick",
+        "--seeds",
+        "2",
+        "--every",
+        "2",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--contender",
+        EIGHT_BIT,
+    ]
     eight_bit_training.main([*arguments, "--task", "cnn"])
     rows = rows_of(tmp_path / "eight_bit_training.csv")
     assert [(row["contender"], row["seed"]) for row in rows] == [(n, s) for n in (ADAMS, EIGHT_BIT) for s in "01"]

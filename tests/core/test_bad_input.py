@@ -354,3 +354,23 @@ class TestStateDict:
         state_dict = copy.deepcopy(optimizer.state_dict())
         del state_dict["state"][1][key]
         self.refuse(optimizer, state_dict, f"state of parameter 1 has .*, but no {key}")
+
+
+def test_state_on_another_device_is_refused_at_a_step(backend: str) -> None:
+    """On "meta" operators do nothing, and say nothing."""
+    (param,) = params = random_params([(3,)])
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, random_grads([(3,)], 1), optimizer)
+    before = param.detach().clone()
+    optimizer.state[param]["exp_avg"] = torch.zeros(3, device="meta")
+    with pytest.raises(RuntimeError, match=r"state of shape \(3,\) on meta"):
+        run(params, random_grads([(3,)], 1), optimizer)
+    assert torch.equal(param, before)
+
+
+def test_a_state_dtype_set_later_is_checked() -> None:
+    params = random_params([(3,)])
+    optimizer = FusedAdamS(params)
+    optimizer.param_groups[0]["state_dtype"] = "4bit"
+    with pytest.raises(ValueError, match="state_dtype='4bit', wanted one of"):
+        run(params, random_grads([(3,)], 1), optimizer)

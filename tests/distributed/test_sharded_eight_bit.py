@@ -25,9 +25,9 @@ from tests.runs import random_grads
 RANKS, STEPS = 4, 4
 BACKENDS = ["torch", "cpu"]  # the ranks are on the CPU, wherever other tests run
 
-# Of the first model: cut unevenly and with nothing for some ranks; by FSDP and tensor parallelism along one dimension;
-# along two. Of the rest: along the second of three dimensions; and twice where blocks would be cut, which is float32.
-SHAPES = [(13, 320), (13,), (512, 20), (512,), (24, 512), (24,), (3, 2000), (6, 16, 64), (16, 300), (6, 10, 80)]
+# Of the first model: cut unevenly; by FSDP and tensor parallelism along one dimension; along two. Of the rest: with
+# nothing for some ranks; along the second of three dimensions; and twice where blocks would be cut, which is float32.
+SHAPES = [(13, 320), (13,), (512, 20), (512,), (24, 512), (24,), (1, 5000), (6, 16, 64), (16, 300), (6, 10, 80)]
 IS_CODED = [len(shape) > 1 for shape in SHAPES[:8]] + [False, False]
 
 # Without the mean codes are the same to the bit: sums over ranks have other last bits than those of one process.
@@ -181,3 +181,51 @@ def test_resumed_on_other_ranks_to_the_bit(saved: Path, ranks: int) -> None:
             for found, wanted in zip(answers[form], uninterrupted, strict=True):
                 assert found.keys() == wanted.keys()
                 assert all(np.array_equal(found[key], wanted[key]) for key in wanted), form
+
+
+# --- Sharded anew in ways that cut blocks
+
+CUT = {
+    "a vector": ((70_000,), Replicate(), Shard(0)),
+    "columns": ((64, 768), Shard(0), Shard(1)),
+    "a third dimension": ((16, 4, 128, 3), Shard(0), Shard(2)),
+    "no rows": ((1, 5000), Shard(0), Replicate()),
+}
+
+
+def sharded_anew() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    errors = {}
+    for name, (shape, old, new) in CUT.items():
+        torch.manual_seed(0)
+        value, grad = torch.randn(2, *shape)
+        optimizers = []
+        for placement in (old, new):
+            param = nn.Parameter(distribute_tensor(value, mesh, [placement]))
+            optimizers.append(FusedAdamS([param], state_dtype="8bit", schedule="lagged"))
+            set_grads([param], [grad])
+        saving, loading = optimizers
+        saving.step()
+        loading.load_state_dict(saving.state_dict())
+        (param,), (other,) = saving.numbered_params(), loading.numbered_params()
+        with torch.no_grad():
+            other.copy_(distribute_tensor(whole(param), mesh, [new]))
+        means = []
+        for optimizer in optimizers:
+            optimizer.step()
+            means.append(float(optimizer.exp_avg_sq_mean))
+        errors[name] = {
+            "mean": abs(means[0] / means[1] - 1),
+            "params": float((whole(param) - whole(other)).abs().max()),
+            "is coded": "exp_avg_codes" in loading.state[other],
+        }
+    return errors
+
+
+def test_codes_that_are_cut_become_numbers() -> None:
+    """In the first step after it, from the same moments. Scales cannot follow half a block."""
+    for answer in on_ranks(2, sharded_anew):
+        for name, found in answer.items():
+            assert found["is coded"] == (name == "no rows")
+            assert found["mean"] < 1e-6, name
+            assert found["params"] < 1e-6, name

@@ -52,7 +52,7 @@ def failures(seed: int, numbers: Iterable[int], triton: bool = False) -> Iterato
 
 
 def _failure(case: Case, triton: bool) -> Failure | None:
-    small_too = patch.object(eight_bit, "LEAST_NUMEL", case.least_coded)
+    small_too = patch.multiple(eight_bit, LEAST_NUMEL=case.least_coded, LEAST_VECTOR=case.least_coded)
     with warnings.catch_warnings(), np.errstate(all="ignore"), small_too:
         warnings.simplefilter("ignore")  # `max_decay` binds in many cases, and says so
         try:
