@@ -152,10 +152,14 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
     missing = missing_keys(state)
     # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
     if missing and (len(missing) < len(REQUIRED) or any(isinstance(value, Tensor) for value in state.values())):
+        advice = (
+            "FusedAdamS continues its own state and that of torch.optim.Adam and AdamW, and of the FusedAdam of apex, "
+            "TransformerEngine and DeepSpeed."
+        )
+        if any(name in state for name in STORED_DTYPES):
+            advice = "It is damaged: codes and scales belong together."
         raise ValueError(
-            f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. FusedAdamS continues "
-            "its own state and that of torch.optim.Adam and AdamW, and of the FusedAdam of apex, TransformerEngine "
-            "and DeepSpeed."
+            f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. {advice}"
         )
     shapes = {MASTER: tuple(param.shape)} if MASTER in state else {}
     for moment in MOMENTS:

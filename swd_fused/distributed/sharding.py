@@ -135,7 +135,8 @@ def redistributed_like(param: Any, value: Any) -> Tensor:
         raise ValueError(
             f"The saved state of a parameter of shape {tuple(param.shape)} is a {type(value).__name__}, the "
             f"parameter a {type(param).__name__}. Load it with set_optimizer_state_dict of "
-            "torch.distributed.checkpoint.state_dict, which shards it as the model is sharded."
+            "torch.distributed.checkpoint.state_dict, which shards it as the model is sharded. It does not convert "
+            "moments: load with the state_dtype that was saved, then set state_dtype in the optimizer's groups."
         )
     if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
         value = value.redistribute(param.device_mesh, param.placements)

@@ -13,6 +13,7 @@ import triton.language as tl
 from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
 from swd_fused.eight_bit import BLOCK as CODE_BLOCK
+from swd_fused.eight_bit import blocks_of_row
 from swd_fused.transfer import from_host
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
@@ -63,13 +64,13 @@ def segments_of(
 
 def _padded(numel: int, columns: int | None) -> int:
     """Returns the elements of a tensor with whole blocks of codes."""
-    return numel if not columns else numel // columns * -(-columns // CODE_BLOCK) * CODE_BLOCK
+    return numel if not columns else numel // columns * blocks_of_row(columns) * CODE_BLOCK
 
 
 def _unpadded(segment: Segment, columns: int | None) -> Segment:
     if columns is None:
         return segment
-    per_row = -(-columns // CODE_BLOCK)
+    per_row = blocks_of_row(columns)
     ends = (place // CODE_BLOCK for place in (segment.start, segment.start + segment.length))
     start, end = (block // per_row * columns + block % per_row * CODE_BLOCK for block in ends)
     return Segment(segment.tensor, start, end - start)

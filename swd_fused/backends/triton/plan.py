@@ -22,7 +22,7 @@ from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns
 from swd_fused.stochastic_rounding import rounding_start
 from swd_fused.transfer import from_host
 
-CODES = tuple(CODE_DTYPES.values())
+CODED_DTYPES = tuple(CODE_DTYPES.values())
 
 
 class Plan:
@@ -141,6 +141,6 @@ def _numels_by_dtypes(bucket: Bucket) -> dict[Dtypes, dict[int, int]]:
     moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged
     operands = bucket.params, bucket.grads_or_params, *moments, bucket.masters or bucket.params
     for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
-        dtypes = (torch.float32 if other.dtype in CODES else other.dtype for other in others)
+        dtypes = (torch.float32 if other.dtype in CODED_DTYPES else other.dtype for other in others)
         numels[Dtypes(param.dtype, *dtypes)][tensor] = param.numel()
     return numels
