@@ -20,6 +20,7 @@ from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
 from swd_fused.gradient_release import GradientRelease
 from swd_fused.group_checks import check_new_group, check_params
+from swd_fused.moments import warn_without_codes
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -190,6 +191,7 @@ class FusedAdamS(TakesSteps):
         super().__init__(params, defaults)
         check_some_group_decays(adamw_weight_decay, self.param_groups)
         check_use_of_seed(self.options, self.param_groups)
+        warn_without_codes(self.param_groups)
         check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
         warn_of_lost_updates(self.options, self.param_groups)
 

@@ -208,6 +208,9 @@ def check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) ->
         )
 
 
+# For warnings from a function that the constructor calls. Two levels are those of torch's decorator.
+CALLER_OF_CONSTRUCTOR = 5
+
 # Below this a bfloat16 weight of 0.02 and more stays where it is: it resolves 1/256 of itself, and a step moves it by
 # about lr. At 1e-5 it was 3% of a small language model's weights that moved.
 SMALL_LR_FOR_BFLOAT16 = 1e-4
@@ -226,7 +229,7 @@ def warn_of_lost_updates(options: Options, groups: Sequence[Mapping[str, Any]]) 
                 f"FusedAdamS got bfloat16 parameters with lr={lr:g}: most updates are smaller than what bfloat16 "
                 "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
                 "stochastic_rounding=True, which takes no memory.",
-                stacklevel=4,
+                stacklevel=CALLER_OF_CONSTRUCTOR,
             )
             return
 

@@ -261,10 +261,11 @@ def test_small_tensors_and_short_rows_keep_float32(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_wide_and_complex_parameters_keep_their_precision(backend: str, dtype: torch.dtype) -> None:
-    params = [torch.nn.Parameter(torch.randn(8, 512, dtype=dtype))]
+    params = [torch.nn.Parameter(torch.randn(8, 512, dtype=dtype)) for dtype in (dtype, torch.float32)]
     optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
-    run(params, [[torch.randn(8, 512, dtype=dtype)]], optimizer)
+    run(params, [[torch.randn_like(param) for param in params]], optimizer)
     assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
+    assert coded_keys(optimizer) == [False, True]
 
 
 def test_a_group_may_have_its_own(backend: str) -> None:

@@ -42,6 +42,14 @@ def test_float32_state_loads_into_8_bits_and_back(backend: str) -> None:
         run(list(optimizer.numbered_params()), random_grads([(16, 300)], 2), optimizer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_warning_where_nothing_can_have_8_bits(dtype: torch.dtype) -> None:
+    params = random_params([(16, 300) if dtype == torch.float64 else (3, 3), (7,)], dtype)
+    with pytest.warns(UserWarning, match='state_dtype="8bit" for 2 parameters of which none can') as warned:
+        FusedAdamS(params, state_dtype="8bit")
+    assert warned[0].filename == __file__
+
+
 def test_adamw_state_loads_into_8_bits() -> None:
     params = random_params([(16, 300)])
     adamw = torch.optim.AdamW(params)
