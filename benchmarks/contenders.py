@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.suites import Shape
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, eight_bit
 
 Step = Callable[[], object]
 Build = Callable[[Sequence[Tensor]], Step]
@@ -134,6 +134,12 @@ def selected(texts: Sequence[str] | None, among: Sequence[Contender] = CONTENDER
         raise ValueError(f"No contender's name contains {' or '.join(texts)}: {', '.join(c.name for c in among)}")
     needed = {c.name for c in chosen} | {c.peer for c in chosen}
     return [c for c in among if c.name in needed]
+
+
+def taking_part(among: Sequence[Contender], shapes: Sequence[Shape]) -> list[Contender]:
+    """Those that differ for tensors of these shapes: 8-bit moments are for larger ones than some suites have."""
+    can_have_codes = any(eight_bit.fits(torch.empty(shape, device="meta")) for shape in shapes)
+    return [c for c in among if can_have_codes or not (c.name.startswith("FusedAdamS") and "8bit" in c.name)]
 
 
 def parameters(shapes: Sequence[Shape], seed: int = 0, device: str = "cpu") -> list[Tensor]:

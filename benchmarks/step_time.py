@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks import gpu
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected
+from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected, taking_part
 from benchmarks.other_load import OtherLoad, warn_of_other_load
 from benchmarks.plot_step_time import plot
 from benchmarks.suites import SUITES, Suite
@@ -137,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Progress(*columns, console=console, transient=True) as progress:
         for name in options.suite or SUITES:
             suite = SUITES[name]
-            suite_rows = measure(name, suite, contenders, options.repeats or suite.repeats, progress, options.device)
+            repeats, own = options.repeats or suite.repeats, taking_part(contenders, suite.shapes)
+            suite_rows = measure(name, suite, own, repeats, progress, options.device)
             progress.console.print(table(suite_rows))
             warn_of_other_load(console, suite_rows[0]["other_load"])
             rows += suite_rows
