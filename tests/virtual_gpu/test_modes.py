@@ -12,7 +12,7 @@ import virtual_gpu as gpu
 from swd_fused import FusedAdamS
 
 SHAPES = [(700,), (40, 30), (3,), (0,), (1024,)]
-CODED_SHAPES = [(700,), (9, 512), (3,), (11, 402), (4200,)]  # those of at least 4096 elements can have codes
+CODED_SHAPES = [(700,), (9, 512), (3,), (11, 402), (1, 4200)]  # matrices of at least 4096 elements have codes
 LR = 1e-3
 SCALE = 1024.0
 BF16 = torch.bfloat16
