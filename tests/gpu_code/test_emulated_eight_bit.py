@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, eight_bit
 from swd_fused.backends.triton.kernels.tables import EXP_AVG_ADDRESS, EXP_AVG_SQ_ADDRESS, EXP_AVG_SQ_MEAN
 from swd_fused.eight_bit import CODES, SCALES
 
@@ -22,6 +22,12 @@ PRECISION = {
     "bf16 with masters in 8 bits": {"master_weights": True, "seed": 7},
     "fp32 amsgrad in 8 bits": {"amsgrad": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def _vectors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones, since each element takes the emulator a while."""
+    monkeypatch.setattr(eight_bit, "LEAST_VECTOR", eight_bit.LEAST_NUMEL)
 
 
 @pytest.mark.parametrize("programs", [1, 5])
