@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
 from tests.gpu_code import interpreter_bf16
-from tests.gpu_code.test_ptx_emulator import awkward_floats
+from tests.gpu_code.test_ptx_instructions import awkward_floats
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
