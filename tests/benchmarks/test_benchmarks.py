@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import (
     collective_cost,
@@ -31,21 +30,16 @@ from benchmarks import (
     timing,
     training_step,
 )
-from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.conditions import read_rows
 from benchmarks.contenders import CONTENDERS as ALL_CONTENDERS
 from benchmarks.contenders import GPU_CONTENDERS as ALL_GPU_CONTENDERS
 from benchmarks.contenders import TORCHAO, Contender, parameters, selected, taking_part
-from benchmarks.paper.presets import PAPER
 from benchmarks.small_models import SmallGPT, SmallResNet
 from benchmarks.suites import SUITES, Suite
 from benchmarks.timing import Quartiles, interleaved_order
-from swd_fused import FusedAdamS
-from swd_fused.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG"
-STEPS = 10
 
 # Compiling takes torchao minutes, so one test does.
 CONTENDERS = tuple(contender for contender in ALL_CONTENDERS if contender.name != TORCHAO)
@@ -130,53 +124,6 @@ def test_every_order_has_every_item_and_all_take_the_lead() -> None:
 def test_quartiles() -> None:
     assert Quartiles.of([5, 1, 4, 2, 3]) == Quartiles(2, 3, 4)
     assert Quartiles.of([7]) == Quartiles(7, 7, 7)
-
-
-# --- The authors' loop is AdamS
-
-
-def trained(optimizer_class: type, weight_decay: float, **options: object) -> Tensor:
-    """Parameters around 1 after steps with gradients of rms 1e-3, in two groups of which one does not decay."""
-    generator = torch.Generator().manual_seed(0)
-    new = partial(torch.randn, generator=generator, dtype=torch.float64)
-    params = [torch.nn.Parameter(1 + 0.1 * new(shape)) for shape in ((40, 30), (300,), (11,))]
-    groups = [{"params": params[:2], "weight_decay": weight_decay}, {"params": params[2:], "weight_decay": 0.0}]
-    optimizer = optimizer_class(groups, lr=1e-3, **options)
-    for _ in range(STEPS):
-        for param in params:
-            param.grad = 1e-3 * new(param.shape)
-        optimizer.step()
-    return torch.cat([param.detach().flatten() for param in params])
-
-
-def fused(weight_decay: float, backend: str, eps: float) -> Tensor:
-    return trained(FusedAdamS, weight_decay, backend=backend, eps=eps)
-
-
-WEIGHT_DECAY = 1e-2  # removes 1e-3 * 1e-2 / 1e-3 = 1% of a weight in each step
-
-
-@pytest.mark.filterwarnings("ignore:The weight decay of parameter group")  # it acts like 10 here
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
-def test_authors_loop_equals_fused_adams_without_eps(kernels: str) -> None:
-    """With eps = 0 the two definitions are one, so only rounding is left."""
-    loop = trained(AuthorsLoop, WEIGHT_DECAY, eps=0.0)
-    torch.testing.assert_close(loop, fused(WEIGHT_DECAY, kernels, eps=0.0), rtol=1e-12, atol=1e-13)
-    slightly_wrong = fused(WEIGHT_DECAY * (1 + 1e-6), kernels, eps=0.0)
-    assert (loop - slightly_wrong).abs().max() > 1e-8
-
-
-@pytest.mark.filterwarnings("ignore:The weight decay of parameter group")
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
-def test_authors_loop_differs_from_fused_adams_by_eps_in_the_schedule(kernels: str) -> None:
-    """1e-8 beside an rms of 1e-3 weakens a decay of 1% by 1e-5 of itself: 1e-7 of a weight in each step."""
-    loop = trained(AuthorsLoop, WEIGHT_DECAY)
-    expected = STEPS * 1e-7
-    difference = (fused(WEIGHT_DECAY, kernels, eps=1e-8) - loop)[:1500]
-    assert 0.5 * expected < difference.mean() < 1.5 * expected
-    assert difference.abs().max() < 2 * expected
-    wrong = (fused(WEIGHT_DECAY * (1 - 1e-4), kernels, eps=1e-8) - loop)[:1500]
-    assert wrong.mean() > 5 * expected
 
 
 # --- The commands
@@ -420,30 +367,6 @@ def test_the_page_has_the_modelled_times(tmp_path: Path) -> None:
             own = [row for row in rows if (row["parameters"], row["bytes_per_parameter"]) == (str(size), str(each))]
             times = [f"{float(row['modelled_ms']):.{digits}f}" for row in own[: len(roofline.PEAKS)]]
             assert f"| {each} | " + " | ".join(times) + " |" in page
-
-
-def test_the_decay_cannot_grow_faster_than_by_zero_gradients() -> None:
-    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = FusedAdamS([param], eps=1e-30)
-    decays = []
-    for grad in [1.0, 2.0, 3.0, *[0.0] * 17]:
-        param.grad = torch.full_like(param, grad)
-        optimizer.step()
-        decays += optimizer.effective_weight_decay()
-    assert decays[19] / decays[2] == pytest.approx(early_decay.growth(3, until=20), rel=1e-9)
-
-
-def test_the_papers_lambda_does_not_warn_on_the_papers_models() -> None:
-    """By stored results, since a step of these models takes seconds. The page repeats them."""
-    rows = rows_of(ROOT / "benchmarks" / "results" / "paper" / "early_decay.csv")
-    assert [row["model"] for row in rows] == [task.model for task in PAPER.tables]
-    assert {float(row["weight_decay"]) for row in rows} == {5e-4}
-    most = max(float(row[f"at_most_in_{EARLY_STEPS}_steps"]) for row in rows)
-    assert most < FAR_BEYOND_ADAMW / 5
-    acts_like = sorted(float(row["acts_like"]) for row in rows)
-    page = " ".join((ROOT / "docs" / "choosing-weight-decay.md").read_text().split())
-    assert f"{acts_like[0]:.2g} to {acts_like[-1]:.2g} after 5 steps" in page
-    assert f"at most {most:.2g}" in page
 
 
 HELPFUL = [
