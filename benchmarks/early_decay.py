@@ -21,7 +21,7 @@ from benchmarks.paper.data import load_images
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.presets import PAPER
 from swd_fused import FusedAdamS
-from swd_fused.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
+from swd_fused.step.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
 
 LAMBDA = 5e-4
 CLASSES = {"cifar10": 10, "cifar100": 100}

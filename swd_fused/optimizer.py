@@ -13,14 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from swd_fused.adamw_terms import check_some_group_decays, checked_calibration
-from swd_fused.bucket import Bucket
-from swd_fused.compiled_step import new_handle, optimizer_step
-from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
-from swd_fused.gradient_release import GradientRelease
-from swd_fused.group_checks import check_new_group, check_params
-from swd_fused.moments import warn_without_codes
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -38,7 +31,7 @@ from swd_fused.options import (
     checked_options,
     warn_of_lost_updates,
 )
-from swd_fused.state import (
+from swd_fused.state.load import (
     adopt_masters,
     check_state_dict,
     loaded_group,
@@ -47,8 +40,15 @@ from swd_fused.state import (
     saved_by_param,
     with_separate_steps,
 )
-from swd_fused.step import TakesSteps
-from swd_fused.sums import PassOne, StepBefore
+from swd_fused.state.moments import warn_without_codes
+from swd_fused.step.adamw_terms import check_some_group_decays, checked_calibration
+from swd_fused.step.compiled import new_handle, optimizer_step
+from swd_fused.step.decay_warning import DecayWarning
+from swd_fused.step.release import GradientRelease
+from swd_fused.step.sums import PassOne, StepBefore
+from swd_fused.step.take import TakesSteps
+from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.group_checks import check_new_group, check_params
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
 ATTRIBUTES = (

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused import captures
-from swd_fused.group_checks import check_group
 from swd_fused.options import Decay
-from swd_fused.transfer import from_host, to_device
+from swd_fused.tensors import graphs
+from swd_fused.tensors.group_checks import check_group
+from swd_fused.tensors.transfer import from_host, to_device
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -145,7 +145,7 @@ class Hyper:
         """Copies learning rates that are tensors, on the device, in each step: schedulers change them in place."""
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
-                if group["lr"].is_cpu and captures.is_capturing(self.table.device):
+                if group["lr"].is_cpu and graphs.is_capturing(self.table.device):
                     raise ValueError(
                         f"step got lr={group['lr'].item():g} as a CPU tensor in the capture of a CUDA graph, which "
                         'could not follow its changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads '

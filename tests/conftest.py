@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from swd_fused import backends, eight_bit
+from swd_fused import backends
+from swd_fused.state import eight_bit
 from tests.device import DEVICE
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
-from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate
+from swd_fused.tensors.bucket import Bucket
 
 
 class Backend(Protocol):

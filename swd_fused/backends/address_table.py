@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused.bucket import Bucket
+from swd_fused.tensors.bucket import Bucket
 
 # The address of a gradient that is not there. Not 0, which is the address of an empty one. As in csrc/cpu/operands.h.
 NO_GRAD = -1

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
 from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
-from swd_fused.bucket import Bucket
-from swd_fused.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.schedule import Gate
+from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
+from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
 

@@ -25,11 +25,11 @@ from swd_fused.backends.torch_sums import (
     sums_of_squares,
     widened,
 )
-from swd_fused.bucket import Bucket
-from swd_fused.eight_bit import moment_keys
 from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
-from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
-from swd_fused.transfer import is_fake
+from swd_fused.state.eight_bit import moment_keys
+from swd_fused.state.rounding import rounding_keys, stochastically_rounded
+from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.transfer import is_fake
 
 # Those that are tested ("cpu") or follow the same rules in torch's documentation ("cuda"). torch has more of them.
 FUSED_DEVICES = ("cpu", "cuda")

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused import eight_bit
 from swd_fused.backends.torch_sums import batch_limit
-from swd_fused.bucket import Bucket
-from swd_fused.eight_bit import BLOCK, scales_shape
 from swd_fused.schedule import scalar_dtype
+from swd_fused.state import eight_bit
+from swd_fused.state.eight_bit import BLOCK, scales_shape
+from swd_fused.tensors.bucket import Bucket
 
 
 class Piece(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.schedule import scalar_dtype
-from swd_fused.transfer import from_host
+from swd_fused.tensors.transfer import from_host
 
 # Elements that are processed at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost
 # more than the whole update; smaller batches, that fit the cache better, lost more to the operators' own overhead

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding
 from swd_fused.schedule import scalar_dtype
-from swd_fused.transfer import to_device
+from swd_fused.tensors.transfer import to_device
 
 
 class Collective:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.decay_warning import DecayWarning
 from swd_fused.schedule import Hyper, hyper_rows
+from swd_fused.step.decay_warning import DecayWarning
 
 # What optimizers without such a group entry are given: Adam's usual ones.
 BETA2 = 0.999

@@ -13,7 +13,7 @@ from benchmarks import (
 from benchmarks.conditions import read_rows
 from benchmarks.paper.presets import PAPER
 from swd_fused import FusedAdamS
-from swd_fused.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
+from swd_fused.step.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
 
 ROOT = Path(__file__).parents[2]
 

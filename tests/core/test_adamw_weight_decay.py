@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.decay_warning import EARLY_STEPS
+from swd_fused.step.decay_warning import EARLY_STEPS
 from tests.runs import error, random_grads, random_params, run, to_numpy
 
 SHAPES = [(20,), (30,), (7, 5)]

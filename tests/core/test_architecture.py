@@ -11,8 +11,8 @@ import pytest
 from swd_fused.backends.address_table import NO_GRAD
 from swd_fused.backends.triton.kernels import passes, tables
 from swd_fused.backends.triton.operands import columns_of, scales_of
-from swd_fused.eight_bit import BlockNumbers
 from swd_fused.schedule import HyperRow
+from swd_fused.state.eight_bit import BlockNumbers
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "swd_fused"
@@ -21,30 +21,32 @@ PACKAGE = ROOT / "swd_fused"
 # other, except within a folder.
 LAYERS = [
     ["version"],
-    ["captures"],
-    ["transfer"],
+    ["tensors.graphs"],
+    ["tensors.transfer"],
     ["options", "param_groups"],
-    ["group_checks"],
+    ["tensors.group_checks"],
     ["distributed.sharding", "schedule"],
-    ["distributed.collective", "distributed.wrappers", "element_numbers", "decay_warning"],
-    ["distributed.ranks", "stochastic_rounding"],
-    ["eight_bit"],
-    ["moments"],
-    ["state"],
-    ["bucket", "adamw_terms", "compiled_step"],
-    ["buckets", "sums", "backends", "gradient_release"],
-    ["step"],
+    ["distributed.collective", "distributed.wrappers", "tensors.element_numbers", "step.decay_warning"],
+    ["distributed.ranks", "state.rounding"],
+    ["state.eight_bit"],
+    ["state.moments"],
+    ["state.load"],
+    ["tensors.bucket", "step.adamw_terms", "step.compiled"],
+    ["tensors.buckets", "step.sums", "backends", "step.release"],
+    ["step.take"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
     ["__main__"],
 ]
+FOLDERS = ("distributed", "state", "step", "tensors")  # whose modules have layers of their own
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 # What backends may know of the rest: no parameter groups, no ranks, no optimizer.
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
-    *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.transfer", "swd_fused.options"),
-    *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused.eight_bit"),
+    *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.graphs"),
+    *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options"),
+    *("swd_fused.state.eight_bit", "swd_fused.state.rounding"),
     "swd_fused._C",
 }
 
@@ -87,7 +89,7 @@ def layer_of(module: str) -> int | None:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_imports_point_downwards(module: str) -> None:
     own = layer_of(module)
-    if module == "distributed":
+    if module in FOLDERS:
         return
     assert own is not None, f"{module} has no place in LAYERS"
     for imported in imports_of(modules()[module]):

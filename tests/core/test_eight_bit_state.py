@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.moments import decoded_moment
+from swd_fused.state.moments import decoded_moment
 from tests.runs import random_grads, random_params, run
 
 CODED_KEYS = {"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_root_codes", "exp_avg_sq_root_scales"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS, bucket
 from swd_fused.backends import torch_sums
-from swd_fused.element_numbers import ElementNumbers, element_numbers
+from swd_fused.tensors.element_numbers import ElementNumbers, element_numbers
 from tests.runs import run
 
 SEED = 5

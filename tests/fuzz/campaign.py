@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from swd_fused import eight_bit
+from swd_fused.state import eight_bit
 from tests.device import DEVICE  # first: it has Triton's kernels interpreted
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.compare import DifferenceError

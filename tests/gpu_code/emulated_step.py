@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swd_fused import eight_bit
 from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
-from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.schedule import hyper_rows
-from swd_fused.stochastic_rounding import rounding_start
+from swd_fused.state import eight_bit
+from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
+from swd_fused.state.rounding import rounding_start
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics

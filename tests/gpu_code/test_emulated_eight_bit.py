@@ -8,7 +8,7 @@ import torch
 
 from swd_fused import FusedAdamS, eight_bit
 from swd_fused.backends.triton.kernels.tables import EXP_AVG_ADDRESS, EXP_AVG_SQ_ADDRESS, EXP_AVG_SQ_MEAN
-from swd_fused.eight_bit import CODES, SCALES
+from swd_fused.state.eight_bit import CODES, SCALES
 
 from .emulated_step import EmulatedStep
 from .test_emulated_kernels import EXACT, LAGGED, start, take_steps, two_groups

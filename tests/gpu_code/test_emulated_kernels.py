@@ -17,8 +17,8 @@ from swd_fused.backends.triton.kernels.tables import (
     MAX_EXP_AVG_SQ_ADDRESS,
     SKIPPED,
 )
-from swd_fused.element_numbers import ElementNumbers
-from swd_fused.stochastic_rounding import rounding_keys, stochastically_rounded
+from swd_fused.state.rounding import rounding_keys, stochastically_rounded
+from swd_fused.tensors.element_numbers import ElementNumbers
 from tests.definition import WRONG, AdamS, MeanOfStepBefore
 from tests.runs import defined, error, fused, moments, random_grads, random_params
 

@@ -10,8 +10,8 @@ from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TENSOR
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
-from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate, bias_corrections
+from swd_fused.tensors.bucket import Bucket
 
 # Passes that are launched by themselves share one grid, since they share their sums: that of the longest kernel,
 # between whose steps they come. In a lagged run the first step is taken in passes, the first after a resume, and each

@@ -11,7 +11,7 @@ from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
 from swd_fused.backends.triton.parts import LOADS_IN_FLIGHT, Dtypes
-from swd_fused.bucket import Bucket
+from swd_fused.tensors.bucket import Bucket
 
 # Blocks of 8-bit codes that a program takes at once, a multiple of its warps.
 BLOCKS_IN_FLIGHT = 4

@@ -24,9 +24,9 @@ from swd_fused.backends.triton.kernels.tables import (
     TENSOR_ID,
 )
 from swd_fused.backends.triton.parts import ALIGNMENT
-from swd_fused.bucket import Bucket
-from swd_fused.eight_bit import rows_and_columns, scales_shape
-from swd_fused.transfer import from_host
+from swd_fused.state.eight_bit import rows_and_columns, scales_shape
+from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.transfer import from_host
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
 

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
 from swd_fused.backends.triton.launch import BLOCK, THREADS
-from swd_fused.eight_bit import BLOCK as CODE_BLOCK
-from swd_fused.eight_bit import blocks_of_row
-from swd_fused.transfer import from_host
+from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
+from swd_fused.state.eight_bit import blocks_of_row
+from swd_fused.tensors.transfer import from_host
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
 # segment, 37 KB, is 0.4% of what they update in one of this length.

@@ -17,10 +17,10 @@ from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_STEP, TEN
 from swd_fused.backends.triton.launch import Launcher
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
-from swd_fused.bucket import Bucket
-from swd_fused.eight_bit import CODE_DTYPES, rows_and_columns
-from swd_fused.stochastic_rounding import rounding_start
-from swd_fused.transfer import from_host
+from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns
+from swd_fused.state.rounding import rounding_start
+from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.transfer import from_host
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused import eight_bit
 from swd_fused.backends.triton.kernels.element import quotient
 from swd_fused.backends.triton.kernels.rounding import scrambled
 from swd_fused.backends.triton.kernels.tables import BLOCK_PITCH, BLOCKS_PER_ROW, COLUMNS, FIRST_BLOCK
+from swd_fused.state import eight_bit
 
 BLOCK_LENGTH = tl.constexpr(eight_bit.BLOCK)
 FRACTION_BITS = tl.constexpr(eight_bit.FRACTION_BITS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swd_fused import captures
+from swd_fused.tensors import graphs
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
@@ -16,8 +16,8 @@ def from_host(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device, non_blocking=True)
     pinned = values.pin_memory()
-    if captures.is_capturing(device):
-        captures.keep(pinned)  # the graph copies from it in each replay
+    if graphs.is_capturing(device):
+        graphs.keep(pinned)  # the graph copies from it in each replay
     return pinned.to(device, non_blocking=True)
 
 
@@ -40,14 +40,14 @@ class HostCopy:
 
     def arrived(self) -> list[float] | None:
         """Returns the numbers, or None as long as they are on their way. A capture does not allow to ask."""
-        if captures.is_capturing(self._device) or not self._arrival.query():
+        if graphs.is_capturing(self._device) or not self._arrival.query():
             return None
         return self._host.tolist()
 
 
 def can_be_read_later(value: Tensor) -> bool:
     """Whether a HostCopy of a device's number can be made now: not of a tensor without memory, nor in a capture."""
-    return not value.is_meta and not captures.is_capturing(value.device)
+    return not value.is_meta and not graphs.is_capturing(value.device)
 
 
 def is_fake(value: Tensor) -> bool:

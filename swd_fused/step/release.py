@@ -15,15 +15,15 @@ from torch._compile import _disable_dynamo
 
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.distributed.wrappers import refuse_late_reduction
-from swd_fused.moments import has_moments
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars, scalar_dtype
-from swd_fused.transfer import to_device
+from swd_fused.state.moments import has_moments
+from swd_fused.tensors.transfer import to_device
 
 if TYPE_CHECKING:
-    from swd_fused.bucket import Bucket
-    from swd_fused.buckets import Buckets
     from swd_fused.optimizer import FusedAdamS
+    from swd_fused.tensors.bucket import Bucket
+    from swd_fused.tensors.buckets import Buckets
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
 # The host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must

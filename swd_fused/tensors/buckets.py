@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding
-from swd_fused.group_checks import check_grads
-from swd_fused.moments import has_moments
 from swd_fused.options import Options, StateDtype
 from swd_fused.schedule import HyperRow, HyperRows
+from swd_fused.state.moments import has_moments
+from swd_fused.tensors import graphs
+from swd_fused.tensors.group_checks import check_grads
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
 
-from swd_fused.bucket import Bucket, Entry, Group
+from swd_fused.tensors.bucket import Bucket, Entry, Group
 
 # Wrappers that show the optimizer one group at a time come back to each of them.
 ARRANGEMENTS_KEPT = 8
@@ -111,10 +111,10 @@ class Buckets:
                 break
         is_new = arrangement is None
         if arrangement is None:
-            captures.check_prepared({param.device for param in params})
+            graphs.check_prepared({param.device for param in params})
             arrangement = self._arrange(params, groups, state, grads)
         buckets = arrangement.buckets
-        are_captured = any(captures.is_capturing(bucket.device) for bucket in buckets)
+        are_captured = any(graphs.is_capturing(bucket.device) for bucket in buckets)
         if are_captured:
             buckets = [bucket.for_capture() for bucket in buckets]
         try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from swd_fused.schedule import HyperRow
-from swd_fused.transfer import HostCopy, can_be_read_later, is_fake
+from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
 
 # What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
 # models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.

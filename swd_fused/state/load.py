@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from swd_fused import moments
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
-from swd_fused.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
-from swd_fused.group_checks import check_group
-from swd_fused.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.options import MASTER, Options
+from swd_fused.state import moments
+from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
+from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
+from swd_fused.tensors.group_checks import check_group
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swd_fused.bucket import Bucket
 from swd_fused.distributed.collective import Collective, Reduction
 from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor
-from swd_fused.moments import decoded_moment
 from swd_fused.schedule import Gate, Sums, scalar_dtype
-from swd_fused.transfer import is_fake, to_device
+from swd_fused.state.moments import decoded_moment
+from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.transfer import is_fake, to_device
 
 
 class Source(Protocol):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding, is_dtensor, local_grad, local_tensor
-from swd_fused.eight_bit import CODES, SCALES, STORED_DTYPES, block_numbers
-from swd_fused.element_numbers import element_numbers
-from swd_fused.group_checks import check_grads
 from swd_fused.options import Options
 from swd_fused.schedule import Hyper, HyperRow, bias_corrections, scalar_dtype
-from swd_fused.state import check_codes, check_state
-from swd_fused.transfer import HostCopy, can_be_read_later, from_host, is_fake
+from swd_fused.state.eight_bit import CODES, SCALES, STORED_DTYPES, block_numbers
+from swd_fused.state.load import check_codes, check_state
+from swd_fused.tensors import graphs
+from swd_fused.tensors.element_numbers import element_numbers
+from swd_fused.tensors.group_checks import check_grads
+from swd_fused.tensors.transfer import HostCopy, can_be_read_later, from_host, is_fake
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -91,7 +91,7 @@ class Bucket:
         steps = [entry.staged["step"].to(self.device, torch.float32) for entry in entries]
         self.steps = torch.stack(steps)
         self._elements_of_steps = list(self.steps.unbind())
-        self._copies_steps = captures.are_shared(steps)
+        self._copies_steps = graphs.are_shared(steps)
         self._step_views = steps if self._copies_steps else self._elements_of_steps
         for entry, view in zip(entries, self._step_views, strict=True):
             entry.staged["step"] = view
@@ -179,14 +179,14 @@ class Bucket:
                 'CUDA graph, wanted backend="triton": other backends replace tensors from step to step, and a graph '
                 "would go on with the first ones."
             )
-        captures.share_steps(self._step_views)
+        graphs.share_steps(self._step_views)
         captured = copy.copy(self)
         captured.plan = self.plan.for_capture()
         return captured
 
     def is_stepped_by_graphs(self) -> bool:
         """Whether a CUDA graph may have stepped some of the tensors since this bucket did."""
-        return self._copies_steps or captures.are_shared([self.steps])
+        return self._copies_steps or graphs.are_shared([self.steps])
 
     def is_current(self) -> bool:
         """Whether the state still holds these very tensors and nobody else has written to the second moments. A model

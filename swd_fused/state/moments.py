@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from swd_fused import eight_bit
 from swd_fused.distributed.sharding import is_dtensor, local_tensor, sharded_like
-from swd_fused.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
 from swd_fused.options import CALLER_OF_CONSTRUCTOR, StateDtype
+from swd_fused.state import eight_bit
+from swd_fused.state.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend

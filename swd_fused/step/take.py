@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_fused import backends, captures
-from swd_fused.adamw_terms import InAdamWTerms
-from swd_fused.bucket import Bucket, Group
-from swd_fused.buckets import Buckets
-from swd_fused.decay_warning import DecayWarning
+from swd_fused import backends
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver
-from swd_fused.moments import has_moments
 from swd_fused.options import BackendName
 from swd_fused.schedule import Gate, StepScalars
-from swd_fused.state import initialized
-from swd_fused.sums import (
+from swd_fused.state.load import initialized
+from swd_fused.state.moments import has_moments
+from swd_fused.step.adamw_terms import InAdamWTerms
+from swd_fused.step.decay_warning import DecayWarning
+from swd_fused.step.sums import (
     FromCaller,
     FromCallerInParts,
     PassOne,
@@ -34,7 +32,10 @@ from swd_fused.sums import (
     skip_on_all_ranks,
     stored_sum,
 )
-from swd_fused.transfer import from_host, is_fake, to_device
+from swd_fused.tensors import graphs
+from swd_fused.tensors.bucket import Bucket, Group
+from swd_fused.tensors.buckets import Buckets
+from swd_fused.tensors.transfer import from_host, is_fake, to_device
 
 
 class TakesSteps(InAdamWTerms):
@@ -92,8 +93,8 @@ class TakesSteps(InAdamWTerms):
             getattr(self, "found_inf", None),
             self.options.skip_nonfinite,
         )
-        if captures.is_capturing(ranks.device):
-            captures.check_step(
+        if graphs.is_capturing(ranks.device):
+            graphs.check_step(
                 carries_sum=numel is not None,
                 is_lagged_over_ranks=grad_sumsq is None and self._needs_one_pass() and not ranks.is_local,
                 is_calibrating=any(group["adamw_weight_decay"] is not None for group in self.param_groups),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding, is_dtensor
-from swd_fused.element_numbers import RANK_DISTANCE, ranks_before
-from swd_fused.stochastic_rounding import LOW_32_BITS, scrambled
+from swd_fused.state.rounding import LOW_32_BITS, scrambled
+from swd_fused.tensors.element_numbers import RANK_DISTANCE, ranks_before
 
 BLOCK = 256
 
