@@ -1,18 +1,20 @@
-"""FusedAdamS: arguments, state dict, and the ways to call a step. How it is taken is in step.py."""
+"""FusedAdamS: arguments, state dict, and the ways to call a step. How it is taken is in step/stepper.py."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import ParamsT
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
 from swd_fused.options import (
     BackendName,
@@ -21,14 +23,12 @@ from swd_fused.options import (
     Options,
     Schedule,
     StateDtype,
-    check_backend_name,
     check_compatibility,
-    check_schedule,
-    check_total_numel,
     check_total_numel_covers,
     check_use_of_precision,
     check_use_of_seed,
-    checked_options,
+    checked,
+    kind_of_decay,
     warn_of_lost_updates,
 )
 from swd_fused.state.load import (
@@ -41,35 +41,31 @@ from swd_fused.state.load import (
     with_separate_steps,
 )
 from swd_fused.state.moments import warn_without_codes
-from swd_fused.step.adamw_terms import check_some_group_decays, checked_calibration
+from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, optimizer_step
-from swd_fused.step.decay_warning import DecayWarning
-from swd_fused.step.release import GradientRelease
-from swd_fused.step.sums import PassOne, StepBefore
-from swd_fused.step.take import TakesSteps
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.step.release import GradientRelease, check_step_of_released
+from swd_fused.step.stepper import Stepper
+from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.group_checks import check_new_group, check_params
-
-# What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
-ATTRIBUTES = (
-    "max_grad_norm",
-    "schedule",
-    "total_numel",
-    "backend",
-    "grad_sumsq_provider",
-    "options",
-    "set_grad_none",
-    "skipped_steps",
-    "_sharded_over",
-    "_last",
-)
-
 
 # Of groups: options that pickles of older versions lack.
 ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
 
 
-class FusedAdamS(TakesSteps):
+class Setting:
+    """An option of the whole optimizer as an attribute: checked when it is set, and obeyed from the next step on."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
+        return self if optimizer is None else getattr(optimizer.options, self._name)
+
+    def __set__(self, optimizer: FusedAdamS, value: object) -> None:
+        optimizer._stepper.set_options(checked(optimizer.options._replace(**{self._name: value})))  # type: ignore[arg-type]
+
+
+class FusedAdamS(Optimizer):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
     Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like `weight_decay / rms gradient`
@@ -117,6 +113,11 @@ class FusedAdamS(TakesSteps):
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
     _gradient_release: GradientRelease | None = None  # neither copied nor pickled
 
+    max_grad_norm = Setting()
+    schedule = Setting()
+    total_numel = Setting()
+    backend = Setting()
+
     @_disable_dynamo
     def __init__(
         self,
@@ -149,25 +150,17 @@ class FusedAdamS(TakesSteps):
         **compatibility: Unpack[Compatibility],
     ) -> None:
         check_compatibility(compatibility)
-        adam_w_mode = compatibility.get("adam_w_mode", True)
-        self.options = checked_options(decay, adam_w_mode, master_weights, stochastic_rounding, seed, skip_nonfinite)
-        check_schedule(schedule, max_grad_norm, self.options)
-        check_backend_name(backend)
-        check_total_numel(total_numel)
-        self.max_grad_norm = max_grad_norm
-        self.schedule = schedule
-        self.total_numel = total_numel
-        self.backend = backend
-        self.set_grad_none = compatibility.get("set_grad_none", True)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.grad_sumsq_provider = None
-        self._sharded_over = ShardedOver.checked(process_group)
+        options = checked(
+            Options(
+                kind_of_decay(decay, compatibility.get("adam_w_mode", True)),
+                *(master_weights, stochastic_rounding, seed, skip_nonfinite),
+                *(max_grad_norm, schedule, total_numel, backend),
+            )
+        )
+        self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
         self._handle = new_handle(self)
-        self._decay_warning = DecayWarning(is_fresh=True)
-        self._pass_one = PassOne(self._has_amsgrad)
-        self._step_before = StepBefore(self._pass_one)
-        self._in_graphs: list[Bucket] = []  # which go on with them, even after other state was loaded
-        self._forget()
+        self.set_grad_none = compatibility.get("set_grad_none", True)
+        self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -176,7 +169,7 @@ class FusedAdamS(TakesSteps):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "max_decay": max_decay,
-            **checked_calibration(adamw_weight_decay, calibration_steps, self.options.decay),
+            **adamw_terms.checked_calibration(adamw_weight_decay, calibration_steps, options.decay),
             "bias_correction": compatibility.get("bias_correction", True),
             "state_dtype": state_dtype,
         }
@@ -189,11 +182,11 @@ class FusedAdamS(TakesSteps):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
-        check_some_group_decays(adamw_weight_decay, self.param_groups)
-        check_use_of_seed(self.options, self.param_groups)
+        adamw_terms.check_some_group_decays(adamw_weight_decay, self.param_groups)
+        check_use_of_seed(options, self.param_groups)
         warn_without_codes(self.param_groups)
-        check_use_of_precision(self.options, {param.dtype for param in self.numbered_params()})
-        warn_of_lost_updates(self.options, self.param_groups)
+        check_use_of_precision(options, {param.dtype for param in self.numbered_params()})
+        warn_of_lost_updates(options, self.param_groups)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -207,13 +200,23 @@ class FusedAdamS(TakesSteps):
         tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
         check_params(tensors)
         for param in tensors:
-            self._backend_of(param)
+            backend_for(param, self.options)
         here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
         check_total_numel_covers(self.total_numel, here)
-        param_group = {**param_group, "params": params, **self._calibration_of(param_group)}
+        calibration = adamw_terms.calibration_of(param_group, self.defaults, self.options.decay)
+        param_group = {**param_group, "params": params, **calibration}
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
+
+    @property
+    def options(self) -> Options:
+        """What was asked for of the optimizer as a whole."""
+        return self._stepper.options
+
+    def numbered_params(self) -> list[Tensor]:
+        """Returns all parameters, in the order of their groups."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     # --- The step
 
@@ -227,7 +230,6 @@ class FusedAdamS(TakesSteps):
         self, closure: Callable[[], float], *, grad_sumsq: float | Tensor | None = None, numel: int | None = None
     ) -> float: ...
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], float] | None = None,
@@ -239,22 +241,71 @@ class FusedAdamS(TakesSteps):
         is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
         elements, a call may step some of the parameters only, and ranks need not communicate.
         """
-        if self._gradient_release is not None:
-            self._gradient_release.end_step(closure, grad_sumsq, numel)
-            return None
+        # torch's own wrapper around `step` takes 9 us to find that there are neither hooks nor a profiler.
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        ):
+            return self._step_with_hooks(closure, grad_sumsq=grad_sumsq, numel=numel)
+        return self._step(closure, grad_sumsq=grad_sumsq, numel=numel)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it unwrapped
+
+    def _step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_sumsq: float | Tensor | None = None,
+        numel: int | None = None,
+    ) -> float | None:
         loss = None
+        if self._gradient_release is not None:
+            self._end_released_step(closure, grad_sumsq, numel)
+            return None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling():
-            self._eager_step(grad_sumsq, numel)
-        elif is_distributed():
-            self._untraced_step(grad_sumsq, numel)
-        elif grad_sumsq is None and self.grad_sumsq_provider is None:
-            self._step_within_a_graph()
-        else:
-            self._eager_step(grad_sumsq, numel)
+        with torch.no_grad():
+            if not torch.compiler.is_compiling():
+                self._eager_step(grad_sumsq, numel)
+            elif grad_sumsq is None and self.grad_sumsq_provider is None and not is_distributed():
+                self._step_within_a_graph()
+            else:
+                self._untraced_step(grad_sumsq, numel)
         return loss
+
+    _step_with_hooks = Optimizer.profile_hook_step(_step)
+
+    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
+        if grad_sumsq is None:
+            if numel is not None:
+                raise ValueError(
+                    f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum."
+                )
+            if torch._C._current_graph_task_id() != -1:
+                refuse_step_in_backward()
+            if self.grad_sumsq_provider is not None:
+                grad_sumsq, numel = self.grad_sumsq_provider()
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
+
+    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
+    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
+    _untraced_step = _disable_dynamo(_eager_step)
+
+    def _end_released_step(self, closure: object, grad_sumsq: object, numel: object) -> None:
+        release = self._gradient_release
+        assert release is not None
+        gives_sum = grad_sumsq is not None or numel is not None or self.grad_sumsq_provider is not None
+        scaling = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
+        check_step_of_released(closure is not None, gives_sum, any(value is not None for value in scaling))
+        with torch.no_grad():
+            release.end_step(self.param_groups, self.state)
+        if release.is_removed:
+            self._gradient_release = None
 
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
@@ -266,8 +317,9 @@ class FusedAdamS(TakesSteps):
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.
         """
-        if self._gradient_release is None:
-            self._gradient_release = GradientRelease(self)
+        if self._gradient_release is None or self._gradient_release.has_ended:
+            self._gradient_release = GradientRelease(self._stepper, self.param_groups)
+            self._gradient_release.watch(self.param_groups, self.state)
         return self._gradient_release
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
@@ -277,14 +329,14 @@ class FusedAdamS(TakesSteps):
         """
         return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
-    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
-    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
-    _untraced_step = _disable_dynamo(TakesSteps._eager_step)
-
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
-        self._sharded_over = sharded_over
-        self._start_anew()
+        self._stepper.sharded_over = sharded_over
+        self._stepper.forget()
+
+    def collective(self) -> Collective:
+        """Returns the all-reduces over the ranks that share this optimizer's parameters."""
+        return self._stepper.collective(self.param_groups)
 
     def _step_within_a_graph(self) -> None:
         """Only what torch.compile can follow: which parameters have gradients."""
@@ -298,23 +350,25 @@ class FusedAdamS(TakesSteps):
 
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
-        self._take_step([grads.get(number) for number in range(len(self.numbered_params()))], None, None)
+        params = self.numbered_params()
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._stepper.take(self.param_groups, self.state, [grads.get(i) for i in range(len(params))], scaling)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
-        chosen = {self._backend_of(param)[1]: None for group in self.param_groups for param in group["params"]}
+        chosen = {backend_for(param, self.options)[1]: None for param in self.numbered_params()}
         options: dict[str, object] = {
             "backend": " and ".join(chosen),
             "schedule": self.schedule,
             "max_grad_norm": self.max_grad_norm,
         }
         asked_for = self.options._asdict().items() - Options()._asdict().items()
-        options.update(sorted(asked_for))
-        if self._sharded_over is not None:
-            options["process_group"] = str(self._sharded_over)
+        options.update((name, value) for name, value in sorted(asked_for) if name not in options)
+        if self._stepper.sharded_over is not None:
+            options["process_group"] = str(self._stepper.sharded_over)
         lines = [f"{name}: {value}" for name, value in options.items()]
         return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
 
@@ -323,7 +377,8 @@ class FusedAdamS(TakesSteps):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them."""
-        self._end_calibration()  # a resumed run would not know the mean that it waits for
+        # A resumed run would not know the mean that calibration waits for.
+        adamw_terms.end_calibration(self.param_groups, self.exp_avg_sq_mean)
         state_dict = super().state_dict()
         groups = [
             {key: value for key, value in group.items() if key != "process_group"}
@@ -347,27 +402,106 @@ class FusedAdamS(TakesSteps):
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
             for group in groups:
                 for param in filter(saved.__contains__, group["params"]):
-                    state[param] = loaded_state(param, saved[param], self._backend_of(param)[0], self.options, group)
+                    backend, _ = backend_for(param, self.options)
+                    state[param] = loaded_state(param, saved[param], backend, self.options, group)
         adopt_masters(saved, self.options)
         self.__setstate__({"state": state, "param_groups": groups})
-        self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        state = defaultdict(dict, with_separate_steps(self.state))
-        return {**super().__getstate__(), "state": state, **{name: getattr(self, name) for name in ATTRIBUTES}}
+        stepper = self._stepper
+        return {
+            **super().__getstate__(),
+            "state": defaultdict(dict, with_separate_steps(self.state)),
+            "grad_sumsq_provider": self.grad_sumsq_provider,
+            "set_grad_none": self.set_grad_none,
+            "options": stepper.options,
+            "skipped_steps": stepper.skipped_steps,
+            "_sharded_over": stepper.sharded_over,
+            "_last": stepper.last,
+        }
 
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
+        state = state.copy()
+        if "_stepper" not in self.__dict__:
+            # Pickles of older versions have some options as entries of their own.
+            own = {name: state.pop(name) for name in Options._fields if name in state}
+            self._stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
+            self._stepper.skipped_steps, last = state.pop("skipped_steps"), state.pop("_last")
+        else:
+            last = None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in ADDED_LATER.items():
                 group.setdefault(key, value)
         self._handle = new_handle(self)
-        self.__dict__.setdefault("_in_graphs", [])
-        self._pass_one = PassOne(self._has_amsgrad)
-        self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
-        self._start_anew()
-        self._decay_warning = DecayWarning(is_fresh=not self.state)  # Accelerate loads what is new into itself
+        # Accelerate loads the state of a new optimizer into itself: training still begins there.
+        self._stepper.restart(last, is_fresh=not self.state)
+        if self._gradient_release is not None:
+            self._gradient_release.forget()
+            self._gradient_release.watch(self.param_groups, self.state)
+
+    # --- What users log
+
+    @property
+    def exp_avg_sq_mean(self) -> Tensor:
+        """The mean of v^ that the last step's schedule used: a zero-dimensional tensor, NaN before the first."""
+        return self._stepper.last[0]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the last step's gradients, unscaled and before clipping: a zero-dimensional tensor."""
+        return self._stepper.last[1]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps have changed nothing: a zero-dimensional tensor of int64."""
+        return self._stepper.skipped_steps
+
+    def effective_weight_decay(self) -> list[float]:
+        """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
+
+        At the mean of the last step, NaN before the first. Waits for the device.
+        """
+        adamw_terms.end_calibration(self.param_groups, self.exp_avg_sq_mean)
+        return adamw_terms.effective_weight_decay(self.param_groups, self.options.decay, self.exp_avg_sq_mean)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what is worth logging of the last step. Waits for the device.
+
+        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
+        `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
+        """
+        names = [group.get("name", index) for index, group in enumerate(self.param_groups)]
+        decays = zip(names, self.effective_weight_decay(), strict=True)
+        return {
+            "grad_norm": float(self.grad_norm),
+            "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
+            **{f"effective_weight_decay/{name}": decay for name, decay in decays},
+            "skipped_steps": float(self.skipped_steps),
+        }
+
+    def match_adamw(self, weight_decay: float) -> None:
+        """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
+
+        Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
+        """
+        adamw_terms.check_match_adamw(weight_decay, self.options.decay, self.param_groups)
+        for group in self.param_groups:
+            if group["weight_decay"] > 0:
+                group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+
+
+def refuse_step_in_backward() -> NoReturn:
+    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
+    raise RuntimeError(
+        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
+        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
+        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+        "step() after backward() ends the step."
+    )

@@ -58,16 +58,30 @@ MISSPELLING = 0.85
 
 
 class Options(NamedTuple):
-    """The options that hold for the whole optimizer and concern its state and kernels."""
+    """The options that hold for the whole optimizer. Another value is another object, which descriptions notice."""
 
     decay: Decay = "scheduled"
     master_weights: bool = False
     stochastic_rounding: bool = False  # of bfloat16 parameters; moments in 8 bits always are
     seed: int = 0
     skip_nonfinite: bool = False
+    max_grad_norm: float | None = None
+    schedule: Schedule = "exact"
+    total_numel: int | None = None
+    backend: BackendName = "auto"
 
     def needs_master(self, param_dtype: torch.dtype) -> bool:
         return self.master_weights and param_dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def needs_one_pass(self) -> bool:
+        """Whether nothing of this step's gradients must be known before the update."""
+        return self.schedule == "lagged" or not self.uses_sums
+
+    @property
+    def uses_sums(self) -> bool:
+        """Whether a step depends on anything but its own elements: the mean, or the norm of all gradients."""
+        return self.decay == "scheduled" or self.max_grad_norm is not None or self.skip_nonfinite
 
 
 # --- Keywords of other optimizers
@@ -113,58 +127,41 @@ def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
 # --- Options of the whole optimizer
 
 
-def checked_options(
-    decay: Decay,
-    adam_w_mode: bool,
-    master_weights: bool,
-    stochastic_rounding: bool,
-    seed: int,
-    skip_nonfinite: bool,
-) -> Options:
-    _check_one_of("decay", decay, get_args(Decay))
-    if not adam_w_mode and decay == "decoupled":
-        raise ValueError(
-            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
-            "for AdamW's decay. Use one of the two."
-        )
-    flags = {
-        "master_weights": master_weights,
-        "stochastic_rounding": stochastic_rounding,
-        "skip_nonfinite": skip_nonfinite,
-    }
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(message(name, flag, "True or False"))
-    if master_weights and stochastic_rounding:
+def checked(options: Options) -> Options:
+    """Returns the options after checking each of them, and all of them together."""
+    for name, choices in (("decay", Decay), ("schedule", Schedule), ("backend", BackendName)):
+        _check_one_of(name, getattr(options, name), get_args(choices))
+    for name in ("master_weights", "stochastic_rounding", "skip_nonfinite"):
+        if not isinstance(getattr(options, name), bool):
+            raise ValueError(message(name, getattr(options, name), "True or False"))
+    if options.master_weights and options.stochastic_rounding:
         raise ValueError(
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
         )
+    seed = options.seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(message("seed", seed, "a whole number in [0, 2^63)"))
-    return Options(decay if adam_w_mode else "l2", master_weights, stochastic_rounding, seed, skip_nonfinite)
-
-
-def check_use_of_seed(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
-        raise ValueError(
-            f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
-            "that use it."
-        )
-
-
-def check_schedule(schedule: Schedule, max_grad_norm: float | None, options: Options) -> None:
+    max_grad_norm = options.max_grad_norm
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(message("max_grad_norm", max_grad_norm, "a number > 0", "Use None to switch clipping off."))
-    _check_one_of("schedule", schedule, get_args(Schedule))
-    if schedule == "exact":
-        return
+    total_numel = options.total_numel
+    if total_numel is not None and (
+        isinstance(total_numel, bool) or not isinstance(total_numel, int) or total_numel <= 0
+    ):
+        raise ValueError(message("total_numel", total_numel, "a whole number > 0, or None to count elements"))
+    if options.schedule == "lagged":
+        _check_lagged(options)
+    return options
+
+
+def _check_lagged(options: Options) -> None:
     if options.decay != "scheduled":
         raise ValueError(
             f'FusedAdamS got schedule="lagged" with decay={options.decay!r}, which uses no schedule and needs no '
             "second pass. Leave schedule out."
         )
-    for name, value in (("max_grad_norm", max_grad_norm), ("skip_nonfinite", options.skip_nonfinite or None)):
+    for name, value in (("max_grad_norm", options.max_grad_norm), ("skip_nonfinite", options.skip_nonfinite or None)):
         if value is not None:
             raise ValueError(
                 f'FusedAdamS got schedule="lagged" with {name}={value!r}, which needs the norm of this step\'s '
@@ -173,15 +170,22 @@ def check_schedule(schedule: Schedule, max_grad_norm: float | None, options: Opt
             )
 
 
-def check_backend_name(backend: BackendName) -> None:
-    _check_one_of("backend", backend, get_args(BackendName))
+def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
+    """Returns the kind of decay that is asked for by our keyword and by apex's."""
+    if not adam_w_mode and decay == "decoupled":
+        raise ValueError(
+            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
+            "for AdamW's decay. Use one of the two."
+        )
+    return decay if adam_w_mode else "l2"
 
 
-def check_total_numel(total_numel: object) -> None:
-    if total_numel is not None and (
-        isinstance(total_numel, bool) or not isinstance(total_numel, int) or total_numel <= 0
-    ):
-        raise ValueError(message("total_numel", total_numel, "a whole number > 0, or None to count elements"))
+def check_use_of_seed(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
+    if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
+        raise ValueError(
+            f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
+            "that use it."
+        )
 
 
 def check_total_numel_covers(total_numel: int | None, local_numel: int) -> None:

@@ -5,22 +5,13 @@ Nothing here waits for the device. Sums and scalars are float64 where the device
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swd_fused.options import Decay
-from swd_fused.tensors import graphs
-from swd_fused.tensors.group_checks import check_group
-from swd_fused.tensors.transfer import from_host, to_device
-
-
-def scalar_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+from swd_fused.tensors.hyper import Hyper, scalar_dtype
+from swd_fused.tensors.transfer import to_device
 
 
 class Sums(NamedTuple):
@@ -110,101 +101,6 @@ class Gate(NamedTuple):
 
 def _scalar_on(value: Tensor, device: torch.device) -> Tensor:
     return to_device(value.detach().reshape(()), device, scalar_dtype(device))
-
-
-class HyperRow(NamedTuple):
-    """Holds the hyper-parameters of a parameter group. Of the three kinds of decay two are zero."""
-
-    lr: float  # -1 stands for a tensor, which is not read here
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float  # scheduled: the paper's
-    max_decay: float
-    sign: float  # -1 to maximize
-    decoupled_decay: float  # AdamW's
-    l2: float  # Adam's
-    corrects_bias: float  # 1 or 0
-
-
-class Hyper:
-    """Hyper-parameters as a table with a row for each parameter group."""
-
-    def __init__(self, rows: list[HyperRow], device: torch.device) -> None:
-        self.numbers = rows
-        self.table = from_host(torch.tensor(rows, dtype=scalar_dtype(device), device="cpu"), device)
-        self._columns: dict[str, Tensor] = {}
-
-    def column(self, name: str) -> Tensor:
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = self.table[:, HyperRow._fields.index(name)]
-        return column
-
-    def set_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Copies learning rates that are tensors, on the device, in each step: schedulers change them in place."""
-        for index, group in enumerate(groups):
-            if isinstance(group["lr"], Tensor):
-                if group["lr"].is_cpu and graphs.is_capturing(self.table.device):
-                    raise ValueError(
-                        f"step got lr={group['lr'].item():g} as a CPU tensor in the capture of a CUDA graph, which "
-                        'could not follow its changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads '
-                        "in each replay, or a number, which stays as it is in the graph."
-                    )
-                self.column("lr")[index].copy_(group["lr"].detach().reshape(()).clamp(min=0), non_blocking=True)
-
-
-def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: Decay = "scheduled") -> list[HyperRow]:
-    """Returns the table's rows. Betas that are tensors are read, which waits for their device if it is not the CPU."""
-    return [
-        HyperRow(
-            -1.0 if isinstance(group["lr"], Tensor) else max(0.0, group["lr"]),
-            float(group["betas"][0]),
-            float(group["betas"][1]),
-            group["eps"],
-            group["weight_decay"] if decay == "scheduled" and group.get("adamw_weight_decay") is None else 0.0,
-            group["max_decay"],
-            -1.0 if group["maximize"] else 1.0,
-            group["weight_decay"] if decay == "decoupled" else group.get("adamw_weight_decay") or 0.0,
-            group["weight_decay"] if decay == "l2" else 0.0,
-            float(group.get("bias_correction", True)),
-        )
-        for group in groups
-    ]
-
-
-class HyperRows:
-    """The rows of an optimizer's groups, made and checked anew only when something has changed in a group."""
-
-    def __init__(self, decay: Decay) -> None:
-        self._decay = decay
-        self._seen: list[tuple[object, ...]] = []
-        self._rows: list[HyperRow] = []
-
-    def current(self, groups: Sequence[Mapping[str, Any]]) -> list[HyperRow]:
-        """Returns the rows, and the same list as long as all values are the same objects."""
-        seen = list(map(_VALUES, groups))
-        is_known = len(seen) == len(self._seen) and all(
-            map(is_, chain.from_iterable(seen), chain.from_iterable(self._seen))
-        )
-        if not is_known:
-            for group in groups:
-                check_group(group)
-            self._rows = hyper_rows(groups, self._decay)
-            # A list, or a tensor among the betas, can change without becoming another object.
-            can_change = any(type(values[0]) is not tuple or any(map(_is_tensor, values[0])) for values in seen)
-            self._seen = [] if can_change else seen
-        return self._rows
-
-
-_VALUES = itemgetter(
-    *("betas", "lr", "eps", "weight_decay", "max_decay"),
-    *("maximize", "bias_correction", "adamw_weight_decay"),
-)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def bias_corrections(hyper: Hyper, groups: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:

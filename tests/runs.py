@@ -71,7 +71,7 @@ def run(params: list[torch.nn.Parameter], grads: list[list[Tensor | None]], opti
     if isinstance(optimizer, FusedAdamS):
         if DEVICE != "cpu":
             torch.cuda.synchronize()
-        optimizer._decay_warning.warn()  # as the next step would
+        optimizer._stepper.decay_warning.warn()  # as the next step would
 
 
 def fused(params: list[torch.nn.Parameter], groups: list[dict[str, Any]] = GROUPS, **options: Any) -> FusedAdamS:

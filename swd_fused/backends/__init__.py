@@ -31,8 +31,11 @@ class Backend(Protocol):
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns zeros in the shape and, as far as they are dense, the strides of `like`."""
 
-    def prepare(self, bucket: Bucket) -> None:
-        """Checks all tensors of a step, and describes them to the kernels. Nothing is refused after this."""
+    def describe(self, bucket: Bucket) -> None:
+        """Describes checked tensors to the kernels, in `bucket.plan`. Raises what only a kernel can refuse."""
+
+    def begin(self, bucket: Bucket) -> None:
+        """Tells the kernels where this step's gradients are. Refuses nothing."""
 
     def pass1(self, bucket: Bucket) -> Tensor:
         """Returns (grad_sq, carried, fresh), see `Sums`. With amsgrad the latter two mean nothing."""

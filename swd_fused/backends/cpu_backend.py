@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
-from swd_fused.backends.address_table import Fingerprint, check_memory, fingerprint, int64s
+from swd_fused.backends.address_table import int64s
 from swd_fused.schedule import Gate
 from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
+
+
+class Operands(NamedTuple):
+    """Where a bucket's tensors are, and how they lie in memory."""
+
+    layouts: Tensor
+    addresses: Tensor
+    grad_addresses: Tensor | None = None
 
 
 class CpuBackend:
@@ -29,17 +38,22 @@ class CpuBackend:
         ops.advise_huge_pages(moment)
         return moment.zero_()
 
-    def prepare(self, bucket: Bucket) -> None:
-        if bucket.plan is None:
-            bucket.plan = Operands()
-        bucket.plan.refresh(bucket)
+    def describe(self, bucket: Bucket) -> None:
+        kept = bucket.params, *bucket.state_tensors
+        layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
+        bucket.plan = Operands(layouts, int64s(map(Tensor.data_ptr, chain.from_iterable(kept))))
+
+    def begin(self, bucket: Bucket) -> None:
+        layouts, addresses, _ = bucket.plan
+        grads = torch.frombuffer(array("q", bucket.grad_addresses), dtype=torch.int64)
+        bucket.plan = Operands(layouts, addresses, grads)
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        sums: Tensor = ops.gradient_sums(*bucket.plan.tensors, bucket.sums, *_scalars(bucket))
+        sums: Tensor = ops.gradient_sums(*bucket.plan, bucket.known_sums(), *_scalars(bucket))
         return sums
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan.tensors, *_scalars(bucket), grad_factor)
+        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan, *_scalars(bucket), grad_factor)
         return sums[0]
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
@@ -47,19 +61,27 @@ class CpuBackend:
             return bucket.carried_sums(after_this_step)
         # By the function that `step` uses, so that both give the same bits.
         total, count = ops.last_exp_avg_sq_sum(
-            bucket.sums, bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
+            bucket.known_sums(), bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
         ).unbind()
         return torch.stack([total, torch.zeros_like(total), count])
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        return _written(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
+        return self._write(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
         arguments = gate.max_grad_norm, lagged, *scale, bucket.options.seed
-        return _written(bucket, ops.step_, *arguments)
+        return self._write(bucket, ops.step_, *arguments)
+
+    def _write(self, bucket: Bucket, op: Callable[..., Tensor], *arguments: object) -> Tensor:
+        """Calls an operator that writes to the bucket's tensors, through addresses."""
+        sums = bucket.known_sums() if bucket.sums is None else bucket.sums
+        scalars = bucket.groups, bucket.tensor_ids, bucket.hyper.table
+        result = op(sums, bucket.steps, *bucket.plan, *scalars, *arguments)
+        torch.autograd.graph.increment_version(bucket.written)
+        return result
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         columns = [0] * len(bucket.params) if bucket.coded else []
@@ -67,36 +89,6 @@ class CpuBackend:
             columns[index] = _columns(bucket, index)
         sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged, bucket.exp_avg_sq_scales, columns)
         return sums
-
-
-class Operands:
-    """Where a bucket's tensors are. Described anew only when one has changed, but for the gradients' addresses."""
-
-    def __init__(self) -> None:
-        self._seen = Fingerprint([], [])
-        self.tensors: tuple[Tensor, Tensor, Tensor]  # layouts, addresses, the gradients' addresses
-
-    def refresh(self, bucket: Bucket) -> None:
-        """Checks and describes the tensors of a step."""
-        seen = fingerprint(bucket)
-        if self._seen == seen:
-            return
-        if 0 in seen.grads:
-            check_memory(bucket)
-        if self._seen.others != seen.others:
-            kept = bucket.params, *bucket.state_tensors
-            if len({tensor.device for tensor in chain.from_iterable(kept)}) > 1:
-                check_memory(bucket)  # with one on "meta" the operator would do nothing, and say nothing
-            try:
-                layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
-            except RuntimeError:
-                check_memory(bucket)  # explains what the operator, which is faster, has refused
-                raise
-            addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
-        else:
-            layouts, addresses, _ = self.tensors
-        self.tensors = layouts, addresses, int64s(seen.grads)
-        self._seen = seen
 
 
 def _numbers(bucket: Bucket) -> Tensor | None:
@@ -124,16 +116,6 @@ def _columns(bucket: Bucket, index: int) -> int:
 
 def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
     return bucket.steps, bucket.groups, bucket.hyper.table
-
-
-def _written(bucket: Bucket, op: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Calls an operator that writes to the bucket's tensors."""
-    read = *bucket.plan.tensors, bucket.groups, bucket.tensor_ids, bucket.hyper.table
-    result = op(bucket.sums, bucket.steps, *read, *arguments)
-    # Writes through addresses are not counted, and autograd relies on the count to refuse a backward through weights
-    # that have changed since the forward.
-    bucket.count_writes()
-    return result
 
 
 # What the operators return where nothing is computed.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.backends.address_table import check_memory, fingerprint
 from swd_fused.backends.torch_eight_bit import pieces_of_coded, sums_of_coded
 from swd_fused.backends.torch_sums import (
     Batch,
@@ -25,11 +24,11 @@ from swd_fused.backends.torch_sums import (
     sums_of_squares,
     widened,
 )
-from swd_fused.schedule import Gate, Hyper, HyperRow, bias_corrections
+from swd_fused.schedule import Gate, bias_corrections
 from swd_fused.state.eight_bit import moment_keys
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.tensors.bucket import Bucket
-from swd_fused.tensors.transfer import is_fake
+from swd_fused.tensors.hyper import Hyper, HyperRow
 
 # Those that are tested ("cpu") or follow the same rules in torch's documentation ("cuda"). torch has more of them.
 FUSED_DEVICES = ("cpu", "cuda")
@@ -46,19 +45,17 @@ class TorchBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def prepare(self, bucket: Bucket) -> None:
-        if is_fake(bucket.params[0]):
-            bucket.check()
-            return
-        if bucket.plan is None:
-            bucket.plan = Plan(bucket)
-        bucket.plan.refresh(bucket)
+    def describe(self, bucket: Bucket) -> None:
+        bucket.plan = None if bucket.is_fake or bucket.device.type == "meta" else Plan(bucket)
+
+    def begin(self, bucket: Bucket) -> None:
+        pass
 
     def pass1(self, bucket: Bucket) -> Tensor:
         grad_sums = sums_of_squares(bucket.grads, bucket.device)
         beta2, corrects_bias = beta2_of(bucket) if bucket.plan is None else bucket.plan.beta2_of(bucket)
         bias_correction2 = schedule.bias_correction(beta2, corrects_bias, bucket.steps + 1)
-        carried = beta2 * bucket.sums / bias_correction2
+        carried = beta2 * bucket.known_sums() / bias_correction2
         if not bucket.has_all_grads:
             carried = torch.where(bucket.has_grad, carried, 0.0)
         fresh = (1 - beta2) * grad_sums / bias_correction2
@@ -68,11 +65,11 @@ class TorchBackend:
         sums = SumsByTensor(len(bucket.averaged), bucket.device)
         grads = without(bucket.grads, bucket.coded)
         for batch in batches(bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, grads, groups=bucket.group_indices):
-            maxima = next_maxima(batch.lists, bucket.hyper.numbers[batch.group], grad_factor)
+            maxima = next_maxima(batch.lists, bucket.hyper.rows[batch.group], grad_factor)
             sums.add(batch.indices, torch.cat([row_sums(maximum.reshape(1, -1)) for maximum in maxima]))
         for piece in pieces_of_coded(bucket):
             lists = [[piece.decoded("exp_avg_sq")], [piece.of(bucket.max_exp_avg_sqs)], [piece.of(bucket.grads)]]
-            (maximum,) = next_maxima(lists, bucket.hyper.numbers[bucket.group_indices[piece.tensor]], grad_factor)
+            (maximum,) = next_maxima(lists, bucket.hyper.rows[bucket.group_indices[piece.tensor]], grad_factor)
             sums.add([piece.tensor], row_sums(maximum.reshape(1, -1)))
         return (sums.total() / bias_corrections_of(bucket)[1]).sum()
 
@@ -96,7 +93,7 @@ class TorchBackend:
         if fused:
             update_by_fused_kernel(bucket, fused, decay_factors, grad_factor)
         self._sum_again(bucket)
-        bucket.note_versions()
+        bucket.has_counted_writes = True
         return grad_sq
 
     def _sum_again(self, bucket: Bucket) -> None:
@@ -104,7 +101,7 @@ class TorchBackend:
             bucket.sums = sums_of_averaged(bucket, bucket.averaged)
             return
         written = [None if g is None else v for v, g in zip(bucket.averaged, bucket.grads, strict=True)]
-        bucket.sums = torch.where(bucket.has_grad, sums_of_averaged(bucket, written), bucket.sums)
+        bucket.sums = torch.where(bucket.has_grad, sums_of_averaged(bucket, written), bucket.known_sums())
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
         return None
@@ -141,23 +138,13 @@ def next_maxima(lists: list[list[Tensor]], hyper: HyperRow, grad_factor: Tensor 
 
 
 class Plan:
-    """Keeps what is known of a bucket's tensors until one of them has changed."""
+    """Keeps what is known of a bucket's tensors."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.steps = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
-        self._seen: list[object] = []
-        self._fitting: list[int] = []  # indices of tensors that fit torch's fused kernel
-        self._beta2: tuple[Hyper, tuple[Tensor, Tensor]] | None = None  # by tensor, of these hyper-parameters
-
-    def refresh(self, bucket: Bucket) -> None:
-        """Checks the tensors of a step."""
-        seen = fingerprint(bucket)
-        if seen.others == self._seen and 0 not in seen.grads:
-            return
-        check_memory(bucket)
         lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
         self._fitting = [index for index, tensors in enumerate(zip(*lists, strict=True)) if fits_fused_kernel(tensors)]
-        self._seen = seen.others
+        self._beta2: tuple[Hyper, tuple[Tensor, Tensor]] | None = None  # by tensor, of these hyper-parameters
 
     def beta2_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Does what the function does, and only when a hyper-parameter has changed."""
@@ -171,7 +158,7 @@ class Plan:
         It always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch 2.13). On
         a device it reads a learning rate that is a tensor in float32.
         """
-        rows = bucket.hyper.numbers
+        rows = bucket.hyper.rows
         is_plain = bucket.amsgrad or bucket.device.type not in FUSED_DEVICES
         if is_plain or not set(map(type, bucket.present_grads)) <= PLAIN_TYPES:
             return []
@@ -240,7 +227,7 @@ class FusedUpdate(NamedTuple):
 
     @classmethod
     def of_group(cls, hyper: Hyper, group: int, decay_factor: Tensor) -> FusedUpdate:
-        row, lr = hyper.numbers[group], hyper.column("lr")[group]
+        row, lr = hyper.rows[group], hyper.column("lr")[group]
         if not can_be_read(decay_factor):
             decays = bool(row.weight_decay or row.decoupled_decay)
             return cls(row, row.lr if row.lr >= 0 else lr.float(), 0.0, decays)
@@ -293,7 +280,7 @@ def update_plainly(bucket: Bucket, done: set[int], decay_factors: Tensor, grad_f
         params, *updated = batch.lists
         results = update_(
             updated,
-            bucket.hyper.numbers[batch.group],
+            bucket.hyper.rows[batch.group],
             [epss[i] for i in batch.indices],
             [step_sizes[i] for i in batch.indices],
             decay_factors[batch.group],

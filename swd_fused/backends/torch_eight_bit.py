@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.torch_sums import batch_limit
-from swd_fused.schedule import scalar_dtype
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import BLOCK, scales_shape
 from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.hyper import scalar_dtype
 
 
 class Piece(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swd_fused.schedule import scalar_dtype
+from swd_fused.tensors.hyper import scalar_dtype
 from swd_fused.tensors.transfer import from_host
 
 # Elements that are processed at once. On the CPU temporaries then need no fresh pages, which for a large tensor cost

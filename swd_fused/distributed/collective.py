@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding
-from swd_fused.schedule import scalar_dtype
+from swd_fused.tensors.hyper import scalar_dtype
 from swd_fused.tensors.transfer import to_device
 
 

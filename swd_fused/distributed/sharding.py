@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, eq, is_
 from typing import Any, NoReturn
 
 import torch
@@ -103,7 +106,24 @@ def full_tensor(tensor: Any) -> Tensor:
     return result
 
 
-def local_grad(param: Any, grad: Any) -> Tensor:
+def local_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the gradients of what `local_tensor` returns of the parameters."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is not None and set(map(type, chain(params, grads))) == {module.DTensor}:
+        locals_ = list(map(attrgetter("_local_tensor"), grads))
+        are_placed_alike = all(map(eq, map(_PLACEMENTS, params), map(_PLACEMENTS, grads))) and all(
+            map(is_, map(_MESH, params), map(_MESH, grads))
+        )
+        if are_placed_alike and set(map(type, locals_)) == {Tensor}:  # and none is on its way between ranks
+            return locals_
+    pairs = zip(params, grads, strict=True)
+    return [None if grad is None else _local_grad(param, grad) for param, grad in pairs]
+
+
+_PLACEMENTS, _MESH = attrgetter("_spec.placements"), attrgetter("_spec.mesh")
+
+
+def _local_grad(param: Any, grad: Any) -> Tensor:
     """The gradient of what `local_tensor(param)` holds."""
     if is_dtensor(param) != is_dtensor(grad):
         raise RuntimeError(
@@ -143,5 +163,4 @@ def redistributed_like(param: Any, value: Any) -> Tensor:
     return local_tensor(value)
 
 
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.schedule import Hyper, hyper_rows
 from swd_fused.step.decay_warning import DecayWarning
+from swd_fused.tensors.hyper import Hyper, hyper_row, scalar_dtype
 
 # What optimizers without such a group entry are given: Adam's usual ones.
 BETA2 = 0.999
@@ -127,7 +127,7 @@ class ScheduledWeightDecay(Optimizer):
         grad = param.grad
         assert grad is not None
         _check_grad(grad)
-        dtype = schedule.scalar_dtype(param.device)
+        dtype = scalar_dtype(param.device)
         if grad.is_complex():
             grad = torch.view_as_real(grad.resolve_conj())
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
@@ -138,8 +138,10 @@ class ScheduledWeightDecay(Optimizer):
 
     def _hyper(self) -> Hyper:
         groups = _schedule_groups(self.param_groups)
-        hyper = Hyper(hyper_rows(groups), self.exp_avg_sq_mean.device)
-        hyper.set_tensor_lrs(groups)
+        hyper = Hyper([hyper_row(group, "scheduled") for group in groups], self.exp_avg_sq_mean.device)
+        for index, group in enumerate(groups):
+            if isinstance(group["lr"], Tensor):
+                hyper.set_lr(index, group["lr"])
         return hyper
 
     def effective_weight_decay(self) -> list[float]:
@@ -176,7 +178,7 @@ class ScheduledWeightDecay(Optimizer):
             }
         else:
             self._averages = {
-                param: Average(state["exp_avg_sq"].sum(dtype=schedule.scalar_dtype(param.device)), int(state["step"]))
+                param: Average(state["exp_avg_sq"].sum(dtype=scalar_dtype(param.device)), int(state["step"]))
                 for param, state in self.state.items()
                 if "exp_avg_sq" in state and "step" in state
             }

@@ -1,4 +1,9 @@
-"""Weight decay in AdamW's terms: what the schedule acts like, and how to make it start from AdamW's value."""
+"""Translates between the schedule's weight decay and AdamW's, and makes the schedule start from AdamW's value.
+
+A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value. When its `calibration_steps`
+have been taken, `weight_decay` is set so that the schedule would have decayed as much in the last of them, and the
+schedule takes over. Both are entries of the group, so they are saved and loaded with it.
+"""
 
 from __future__ import annotations
 
@@ -8,93 +13,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
-from swd_fused.options import Decay, Options, is_number, message
-from swd_fused.schedule import Hyper, hyper_rows
+from swd_fused.options import Decay, is_number, message
+from swd_fused.tensors.hyper import GroupValues
 
 CALIBRATION_STEPS = 100
 
 
-class InAdamWTerms(Optimizer):
-    """The part of FusedAdamS that translates between its own weight decay and AdamW's.
+def calibration_of(group: Mapping[str, Any], defaults: Mapping[str, Any], decay: Decay) -> dict[str, Any]:
+    """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+    if "adamw_weight_decay" in group:
+        steps = group.get("calibration_steps", defaults["calibration_steps"] or None)
+        return checked_calibration(group["adamw_weight_decay"], steps, decay)
+    if group.get("weight_decay") == 0:
+        return checked_calibration(None, None, decay)
+    return {}
 
-    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value. When its `calibration_steps`
-    have been taken, `weight_decay` is set so that the schedule would have decayed as much in the last of them, and the
-    schedule takes over. Both are entries of the group, so they are saved and loaded with it.
+
+def count_calibration_step(groups: Sequence[dict[str, Any]]) -> None:
+    for group in groups:
+        if group["calibration_steps"]:
+            group["calibration_steps"] -= 1
+
+
+def end_calibration(groups: Sequence[dict[str, Any]], exp_avg_sq_mean: Tensor) -> bool:
+    """Lets the schedule take over in groups that have taken their last step of calibration. Returns whether any has.
+
+    Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
     """
+    has_ended = False
+    for group in groups:
+        if group["adamw_weight_decay"] is None or group["calibration_steps"]:
+            continue
+        mean = float(exp_avg_sq_mean)
+        if 0 < mean < math.inf:
+            group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
+            group["adamw_weight_decay"] = None
+            has_ended = True
+    return has_ended
 
-    param_groups: list[dict[str, Any]]
-    exp_avg_sq_mean: Tensor
-    grad_norm: Tensor
-    skipped_steps: Tensor
-    options: Options
 
-    def effective_weight_decay(self) -> list[float]:
-        """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
-
-        At the mean of the last step, NaN before the first. Waits for the device.
-        """
-        self._end_calibration()
-        hyper = Hyper(hyper_rows(self.param_groups, self.options.decay), self.exp_avg_sq_mean.device)
-        hyper.set_tensor_lrs(self.param_groups)
-        decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, hyper)
-        return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what is worth logging of the last step. Waits for the device.
-
-        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
-        `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
-        """
-        decays = zip(self.param_groups, self.effective_weight_decay(), strict=True)
-        return {
-            "grad_norm": float(self.grad_norm),
-            "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
-            **{
-                f"effective_weight_decay/{group.get('name', index)}": decay
-                for index, (group, decay) in enumerate(decays)
-            },
-            "skipped_steps": float(self.skipped_steps),
-        }
-
-    def match_adamw(self, weight_decay: float) -> None:
-        """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
-
-        Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
-        """
-        check_match_adamw(weight_decay, self.options.decay, self.param_groups)
-        for group in self.param_groups:
-            if group["weight_decay"] > 0:
-                group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
-
-    def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
-        if "adamw_weight_decay" in group:
-            steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
-            return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
-        if group.get("weight_decay") == 0:
-            return checked_calibration(None, None, self.options.decay)
-        return {}
-
-    def _count_calibration_step(self) -> None:
-        for group in self.param_groups:
-            if group["calibration_steps"]:
-                group["calibration_steps"] -= 1
-
-    def _end_calibration(self) -> None:
-        """Lets the schedule take over in groups that have taken their last step of calibration.
-
-        Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
-        """
-        for group in self.param_groups:
-            if group["adamw_weight_decay"] is None or group["calibration_steps"]:
-                continue
-            mean = float(self.exp_avg_sq_mean)
-            if 0 < mean < math.inf:
-                group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
-                group["adamw_weight_decay"] = None
+def effective_weight_decay(groups: Sequence[Mapping[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:
+    """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much. Waits for the
+    device."""
+    hyper = GroupValues(groups, decay).on(exp_avg_sq_mean.device)
+    in_adamw = schedule.effective_weight_decay(exp_avg_sq_mean, hyper)
+    return torch.where(exp_avg_sq_mean.isnan(), exp_avg_sq_mean, in_adamw).tolist()
 
 
 def checked_calibration(weight_decay: float | None, steps: int | None, decay: Decay) -> dict[str, Any]:

@@ -9,12 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from swd_fused.schedule import HyperRow
+from swd_fused.tensors.hyper import FAR_BEYOND_ADAMW
 from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
-
-# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
-# models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
-FAR_BEYOND_ADAMW = 10.0
 
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
 EARLY_STEPS = 100
@@ -42,44 +38,25 @@ class DecayWarning:
     def __init__(self, advice: str = ADVICE, is_fresh: bool = False) -> None:
         """`is_fresh` is whether training begins here, so that the first steps are early ones."""
         self._advice = advice
-        self._early_steps_left = EARLY_STEPS if is_fresh else 0
-        self._done = False
+        self.early_steps_left = EARLY_STEPS if is_fresh else 0
+        self.is_done = False
         self._message: str | None = None
+        self.is_due = False  # whether `warn` may have something to say
         self._pending: tuple[HostCopy, list[GroupDecay], bool] | None = None
-        self._rows: list[HyperRow] | None = None
-        self._harmless = math.inf
 
-    def note(
-        self,
-        exp_avg_sq_mean: Tensor,
-        groups: Sequence[Mapping[str, Any]],
-        rows: list[HyperRow] | None = None,
-    ) -> None:
-        """Takes up the mean of a step that has been taken.
-
-        `rows` are the groups' hyper-parameters, the same list as long as they have not changed.
-        """
-        if self._done or self._message is not None or self._pending is not None or is_fake(exp_avg_sq_mean):
+    def note(self, exp_avg_sq_mean: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up the mean of a step that has been taken."""
+        if self.is_done or self.is_due or is_fake(exp_avg_sq_mean):
             return
-        is_early, self._early_steps_left = self._early_steps_left > 0, self._early_steps_left - 1
-        if rows is not None and exp_avg_sq_mean.is_cpu and float(exp_avg_sq_mean) >= self._harmless_mean(rows):
-            return
+        is_early, self.early_steps_left = self.early_steps_left > 0, self.early_steps_left - 1
         tensor_lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
         decays = [_decay_of(group) for group in groups]
         if exp_avg_sq_mean.is_cpu:
             self._message = self._bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], decays, is_early)
+            self.is_due = self._message is not None
         elif can_be_read_later(exp_avg_sq_mean):
             self._pending = HostCopy([exp_avg_sq_mean, *tensor_lrs]), decays, is_early
-
-    def _harmless_mean(self, rows: list[HyperRow]) -> float:
-        """Returns a mean from which on there is nothing to warn of. Asked in each step, so it is kept."""
-        if rows is not self._rows:
-            rms = [
-                math.inf if row.lr < 0 else row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW)
-                for row in rows
-            ]
-            self._rows, self._harmless = rows, max(rms) * max(rms)  # a float power would raise if too large
-        return self._harmless
+            self.is_due = True
 
     def warn(self) -> None:
         """Warns of what earlier steps have shown. To be called before a step changes anything."""
@@ -89,8 +66,9 @@ class DecayWarning:
             if values is not None:
                 self._pending = None
                 self._message = self._bound(values, decays, is_early)
+                self.is_due = self._message is not None
         if self._message is not None:
-            message, self._message, self._done = self._message, None, True
+            message, self._message, self.is_due, self.is_done = self._message, None, False, True
             warnings.warn(message, stacklevel=2)
 
     def _bound(self, values: list[float], decays: list[GroupDecay], is_early: bool) -> str | None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from torch._compile import _disable_dynamo
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.distributed.wrappers import refuse_late_reduction
 from swd_fused.options import Options
-from swd_fused.schedule import Gate, StepScalars, scalar_dtype
+from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
+from swd_fused.step.stepper import Stepper
+from swd_fused.tensors.description import Description, State, StepInput, sharding_in
+from swd_fused.tensors.hyper import GroupValues, scalar_dtype
 from swd_fused.tensors.transfer import to_device
-
-if TYPE_CHECKING:
-    from swd_fused.optimizer import FusedAdamS
-    from swd_fused.tensors.bucket import Bucket
-    from swd_fused.tensors.buckets import Buckets
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
 # The host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must
@@ -41,8 +39,8 @@ NO_GATE = Gate()
 class ReleasedStep:
     """Holds what was done since the last `optimizer.step()`."""
 
-    def __init__(self, buckets: Buckets, keeps_gradients: bool) -> None:
-        self.buckets = buckets  # load_state_dict makes new ones, and with them a new step
+    def __init__(self, options: Options, keeps_gradients: bool) -> None:
+        self.options = options  # other ones make a new step
         self.keeps_gradients = keeps_gradients  # no parameter has taken a step yet, and a first step is exact
         self.mean: Tensor | None = None  # the schedule's, once the first parameter was stepped
         self.grad_sqs: dict[Sharding, Tensor] = {}
@@ -55,31 +53,34 @@ class GradientRelease:
     """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
 
     The lagged mean follows from the state before the step, so it is known before the first gradient. Each update takes
-    the same buckets as an ordinary step, in which all gradients but a few are absent.
+    the description of an ordinary step, in which all gradients but a few are absent.
     """
 
-    def __init__(self, optimizer: FusedAdamS) -> None:
-        self._optimizer = optimizer
+    def __init__(self, stepper: Stepper, groups: list[dict[str, Any]]) -> None:
+        self._stepper = stepper
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._hooks: dict[int, ReleaseHook] = {}  # by id of the parameter
         self._watched: list[Tensor] = []  # the parameters that these ids belong to
-        self._is_removed = False
         self._accumulating = 0
         self._knows_wrappers = False
         self._step: ReleasedStep | None = None
         self._order = StreamOrder()
-        self._check()
-        refuse_late_reduction(optimizer.numbered_params())
-        self._watch()
+        self._groups = groups
+        self.is_removed = False
+        check_can_release(stepper.options)
+        refuse_late_reduction(params_of(groups))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
+        return self.is_removed and self._step is None
 
     def remove(self) -> None:
         """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        self._is_removed = True
-        if self._step is None:
-            self._optimizer._gradient_release = None
+        self.is_removed = True
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -89,12 +90,27 @@ class GradientRelease:
         finally:
             self._accumulating -= 1
 
+    def watch(self, groups: list[dict[str, Any]], state: State) -> None:
+        """Has a hook on each parameter that the optimizer has now: groups are added, and wrappers replace tensors."""
+        self._groups, self._state = groups, state
+        by_id = {id(p): (p, group) for group in groups for p in group["params"] if p.requires_grad}
+        if by_id.keys() == self._hooks.keys():
+            return
+        for gone in self._hooks.keys() - by_id.keys():
+            self._hooks.pop(gone).remove()
+        for new in by_id.keys() - self._hooks.keys():
+            param, group = by_id[new]
+            # Alike on all ranks, so that they step together what may have to be redistributed among them.
+            ranks = prod(over.size() for over in sharding_in(group, param, self._stepper.sharded_over))
+            self._hooks[new] = ReleaseHook(self, param, param.numel() * param.element_size() // ranks)
+        self._watched = [param for param, _ in by_id.values()]
+
     @_disable_dynamo
     @torch.no_grad()
     def take(self, param: Tensor, size: int) -> None:
         """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
         with self._lock:
-            if self._accumulating or self._is_removed:
+            if self._accumulating or self.is_removed:
                 return
             step = self._begun()
             if step.keeps_gradients:
@@ -107,138 +123,128 @@ class GradientRelease:
                 self._release(step, list(step.gathered.values()))
 
     @_disable_dynamo
-    def end_step(self, closure: object, grad_sumsq: object, numel: object) -> None:
+    def end_step(self, groups: list[dict[str, Any]], state: State) -> None:
         """Steps what was not released, and ends the step. Called by `optimizer.step()`."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.end_step(closure, grad_sumsq, numel)
-        optimizer = self._optimizer
-        gives_sum = grad_sumsq is not None or numel is not None or optimizer.grad_sumsq_provider is not None
-        scaling = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
-        check_step_of_released(closure is not None, gives_sum, any(value is not None for value in scaling))
+                return self.end_step(groups, state)
+        self._groups, self._state = groups, state
         with self._lock:
-            step, params = self._step, optimizer.numbered_params()
-            if step is not None and step.keeps_gradients and not has_state(optimizer):
+            step, params = self._step, params_of(groups)
+            if step is not None and step.keeps_gradients and not has_state(state):
                 self._take_first_step(step, [param for param in params if param.grad is not None])
-            elif step is None or step.mean is None or step.buckets is not optimizer._buckets:
-                optimizer._take_step([param.grad for param in params], None, None)
+            elif step is None or step.mean is None or step.options is not self._stepper.options:
+                self._stepper.take(groups, state)
             else:
                 rest = [param for param in params if param.grad is not None]
                 again = [param for param in rest if id(param) in step.stepped]
                 if again:
                     raise RuntimeError(second_gradient(again[0]))
-                self._release(step, rest)
-                self._end(step, step.mean)
+                self._end(step, self._release(step, rest), step.mean)
             self._step = None
-            if self._is_removed:
-                optimizer._gradient_release = None
+            if self.is_removed:
                 return None
             for param in params:
                 param.grad = None
-            self._watch()
+            self.watch(groups, state)
         return None
 
+    def forget(self) -> None:
+        """Drops a step that was begun, after other state was loaded."""
+        self._step = None
+
     def _begun(self) -> ReleasedStep:
-        optimizer = self._optimizer
-        if self._step is None or self._step.buckets is not optimizer._buckets:
-            self._check()
+        if self._step is None or self._step.options is not self._stepper.options:
+            check_can_release(self._stepper.options)
             if not self._knows_wrappers:  # the model may have been wrapped in the meantime
-                refuse_late_reduction(optimizer.numbered_params())
+                refuse_late_reduction(params_of(self._groups))
                 self._knows_wrappers = True
-            optimizer._end_calibration()
-            optimizer._decay_warning.warn()
-            self._step = ReleasedStep(optimizer._buckets, keeps_gradients=not has_state(optimizer))
+            self._stepper.begin(self._groups)
+            self._step = ReleasedStep(self._stepper.options, keeps_gradients=not has_state(self._state))
         return self._step
 
-    def _release(self, step: ReleasedStep, params: list[Tensor]) -> None:
+    def _release(self, step: ReleasedStep, params: list[Tensor]) -> Description:
         """Steps these parameters and frees their gradients."""
-        optimizer = self._optimizer
-        ids = set(map(id, params))
-        grads = [param.grad if id(param) in ids else None for param in optimizer.numbered_params()]
-        ranks = optimizer.collective()
+        stepper = self._stepper
         self._order.begin(params)
-        buckets = optimizer._buckets.begin(optimizer.param_groups, optimizer.state, grads)
+        values = stepper.begin(self._groups)
+        description = stepper.described(self._inputs(params, values, self._state))
+        ranks = description.ranks
         try:
+            description.refuse_unknown_shards()
+            description.begin(values)
             if step.mean is None:
-                if optimizer._buckets.were_changed:
-                    optimizer._step_before.forget()
-                if not optimizer._step_before.has_stepped(buckets, ranks):
+                if not stepper.step_before.has_stepped(description.buckets, ranks):
                     step.keeps_gradients = True
-                    return
-                sums = optimizer._step_before.sums(buckets, NO_GATE, ranks)
-                step.mean = sums.mean(None, optimizer.total_numel)
-            for bucket in buckets:
+                    return description
+                sums = stepper.step_before.sums(description, NO_GATE)
+                step.mean = sums.mean(None, stepper.options.total_numel)
+            for bucket in description.buckets:
                 if bucket.present_grads:
                     mean = to_device(step.mean, bucket.device)
                     grad_sq = to_device(bucket.backend.pass2(bucket, mean, None, None, True), ranks.device)
                     step.grad_sqs[bucket.sharding] = step.grad_sqs.get(bucket.sharding, 0) + grad_sq
                     bucket.note_step(may_have_been_skipped=False)
         finally:
-            optimizer._buckets.end()
+            description.end()
             step.gathered, step.gathered_bytes = {}, 0
         self._order.end(params)
-        step.stepped |= ids
+        step.stepped |= set(map(id, params))
         for param in params:
             param.grad = None
+        return description
 
     def _take_first_step(self, step: ReleasedStep, params: list[Tensor]) -> None:
         """Takes an exact step of all that has a gradient, and frees gradients as it goes.
 
         Communicates as an ordinary step does, which other ranks may take.
         """
-        optimizer, ranks = self._optimizer, self._optimizer.collective()
-        parts = in_parts(params, FIRST_STEP_PARTS)
-        if optimizer._step_before.has_stepped([], ranks):  # others have
-            sums = optimizer._step_before.sums([], NO_GATE, ranks)
+        stepper, parts = self._stepper, in_parts(params, FIRST_STEP_PARTS)
+        ranks = stepper.collective(self._groups)
+        values = stepper.begin(self._groups)
+        before = stepper.step_before
+        if before.has_stepped([], ranks):  # others have
+            sums = before.sums_of_others()
         else:
-            sums = optimizer._step_before.first_sums(map(self._buckets_without_state, parts), ranks)
-        step.mean = sums.mean(None, optimizer.total_numel)
+            has_amsgrad = any(group["amsgrad"] for group in self._groups)
+            sums = before.first_sums((self._without_state(part, values) for part in parts), ranks, has_amsgrad)
+        step.mean = sums.mean(None, stepper.options.total_numel)
         for part in parts or [[]]:
-            self._release(step, part)
-        self._end(step, step.mean, sums.grad_sq)
+            description = self._release(step, part)
+        self._end(step, description, step.mean, sums.grad_sq)
 
-    def _buckets_without_state(self, params: list[Tensor]) -> list[Bucket]:
-        """Returns buckets of these parameters and their gradients, with moments that are zero and belong to nobody."""
-        optimizer, ids = self._optimizer, set(map(id, params))
-        grads = [param.grad if id(param) in ids else None for param in optimizer.numbered_params()]
-        return optimizer._new_buckets().begin(optimizer.param_groups, {}, grads)
+    def _without_state(self, params: list[Tensor], values: GroupValues) -> Description:
+        """Returns a description of these parameters and their gradients, with moments that are zero and nobody's."""
+        description = Description(self._inputs(params, values, {}))
+        description.begin(values)
+        return description
 
-    def _end(self, step: ReleasedStep, mean: Tensor, grad_sq: Tensor | None = None) -> None:
+    def _inputs(self, params: list[Tensor], values: GroupValues, state: State) -> StepInput:
+        """Returns the inputs of a step in which only these parameters have gradients."""
+        stepper, every = self._stepper, params_of(self._groups)
+        ids = set(map(id, params))
+        grads = [param.grad if id(param) in ids else None for param in every]
+        return StepInput(stepper.options, stepper.sharded_over, self._groups, values.kinds, state, every, grads)
+
+    def _end(self, step: ReleasedStep, description: Description, mean: Tensor, grad_sq: Tensor | None = None) -> None:
         """Leaves what the next step needs, and keeps what users log."""
-        optimizer, ranks = self._optimizer, self._optimizer.collective()
+        stepper, ranks = self._stepper, description.ranks
         zero = torch.zeros((), dtype=scalar_dtype(ranks.device), device=ranks.device)
-        optimizer._step_before.leave_released(optimizer._buckets.current, step.grad_sqs, ranks)
+        stepper.step_before.leave_released(description, step.grad_sqs)
         if grad_sq is None:
-            grad_norm = optimizer._step_before.grad_norm([zero, *step.grad_sqs.values()], NO_GATE, ranks)
+            grad_norm = stepper.step_before.grad_norm([zero, *step.grad_sqs.values()], NO_GATE, ranks)
         else:
             grad_norm = grad_sq.sqrt()
-        optimizer._record(StepScalars(mean, grad_norm, None), NO_GATE)
-
-    def _check(self) -> None:
-        check_can_release(self._optimizer._needs_one_pass(), self._optimizer.max_grad_norm, self._optimizer.options)
-
-    def _watch(self) -> None:
-        """Has a hook on each parameter that the optimizer has now: groups are added, and wrappers replace tensors."""
-        by_id = {
-            id(param): (param, group)
-            for group in self._optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        }
-        if by_id.keys() == self._hooks.keys():
-            return
-        for gone in self._hooks.keys() - by_id.keys():
-            self._hooks.pop(gone).remove()
-        for new in by_id.keys() - self._hooks.keys():
-            param, group = by_id[new]
-            # Alike on all ranks, so that they step together what may have to be redistributed among them.
-            ranks = prod(group.size() for group in self._optimizer._ranks.sharding_of(param, group))
-            self._hooks[new] = ReleaseHook(self, param, param.numel() * param.element_size() // ranks)
-        self._watched = [param for param, _ in by_id.values()]
+        scalars = StepScalars(mean, grad_norm, None)
+        stepper.record(description, self._groups, stepper.begin(self._groups), scalars, NO_GATE)
 
 
-def has_state(optimizer: FusedAdamS) -> bool:
-    return any(isinstance(state, dict) and has_moments(state) for state in optimizer.state.values())
+def params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
+
+
+def has_state(state: State) -> bool:
+    return any(isinstance(entry, dict) and has_moments(entry) for entry in state.values())
 
 
 def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:
@@ -294,14 +300,15 @@ class StreamOrder:
 # --- What gradient release does not go with
 
 
-def check_can_release(needs_one_pass: bool, max_grad_norm: float | None, options: Options) -> None:
-    if max_grad_norm is not None or options.skip_nonfinite:
-        got = "skip_nonfinite=True" if max_grad_norm is None else f"max_grad_norm={max_grad_norm!r}"
+def check_can_release(options: Options) -> None:
+    if options.max_grad_norm is not None or options.skip_nonfinite:
+        norm = options.max_grad_norm
+        got = "skip_nonfinite=True" if norm is None else f"max_grad_norm={norm!r}"
         raise ValueError(
             f"release_gradients was called with {got}, which needs the norm of all gradients before the first update. "
             "Leave that out, or gradient release."
         )
-    if not needs_one_pass:
+    if not options.needs_one_pass:
         raise ValueError(
             'release_gradients was called with schedule="exact": its mean is not known before all gradients are. Use '
             'schedule="lagged", whose mean is that of the step before.'

@@ -12,53 +12,46 @@ from torch import Tensor
 
 from swd_fused.distributed.collective import Collective, Reduction
 from swd_fused.distributed.sharding import Sharding, full_tensor, is_dtensor
-from swd_fused.schedule import Gate, Sums, scalar_dtype
+from swd_fused.schedule import Gate, Sums
 from swd_fused.state.moments import decoded_moment
 from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.description import Description
+from swd_fused.tensors.hyper import scalar_dtype
 from swd_fused.tensors.transfer import is_fake, to_device
 
 
 class Source(Protocol):
     """Gives the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
 
-    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+    def sums(self, step: Description, gate: Gate) -> Sums:
         """Returns the sums over all ranks. Writes to nothing that is the user's."""
 
-    def leave(
-        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
-    ) -> None:
+    def leave(self, step: Description, grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None) -> None:
         """Keeps what the next step needs, after pass 2, which has summed the squared gradients of each bucket."""
 
 
 class PassOne:
     """Reads this step's gradients."""
 
-    def __init__(self, has_amsgrad: Callable[[], bool]) -> None:
-        """`has_amsgrad()` tells whether any group has it: its maxima take an all-reduce of their own, on all ranks."""
-        self._has_amsgrad = has_amsgrad
-
-    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
-        rows = [(bucket.sharding, _pass1(bucket)) for bucket in buckets]
+    def sums(self, step: Description, gate: Gate) -> Sums:
+        ranks = step.ranks
+        rows = [(bucket.sharding, _pass1(bucket)) for bucket in step.buckets]
         grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
-        if self._has_amsgrad():
+        if step.has_amsgrad:  # on all ranks, whatever tensors each has
             grad_factor = gate.grad_factor(grad_sq, ranks.device)
-            maxima = [
-                (bucket.sharding, bucket.backend.pass1_amsgrad(bucket, on_device_of(bucket, grad_factor)).reshape(1))
-                for bucket in buckets
-                if bucket.amsgrad
-            ]
+            maxima = [_maxima(bucket, on_device_of(bucket, grad_factor)) for bucket in step.buckets if bucket.amsgrad]
             carried = carried + ranks.total(maxima, 1)[0]
         return Sums(grad_sq, carried, fresh, count)
 
-    def sums_of_parts(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
-        """Does what `sums` does without a gate, where only one part of the model has buckets at a time."""
+    def sums_of_parts(self, parts: Iterable[Description], ranks: Collective, has_amsgrad: bool) -> Sums:
+        """Does what `sums` does without a gate, where only one part of the model is described at a time."""
         rows, maxima = [], []
-        for bucket in chain.from_iterable(parts):
+        for bucket in chain.from_iterable(part.buckets for part in parts):
             rows.append((bucket.sharding, _pass1(bucket)))
             if bucket.amsgrad:
-                maxima.append((bucket.sharding, bucket.backend.pass1_amsgrad(bucket, None).reshape(1)))
+                maxima.append(_maxima(bucket, None))
         grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
-        if self._has_amsgrad():
+        if has_amsgrad:
             carried = carried + ranks.total(maxima, 1)[0]
         return Sums(grad_sq, carried, fresh, count)
 
@@ -73,11 +66,15 @@ def _pass1(bucket: Bucket) -> Tensor:
     return torch.cat([sums, bucket.count.reshape(1)])
 
 
+def _maxima(bucket: Bucket, grad_factor: Tensor | None) -> tuple[Sharding, Tensor]:
+    return bucket.sharding, bucket.backend.pass1_amsgrad(bucket, grad_factor).reshape(1)
+
+
 class Left(NamedTuple):
     """Holds what the step before has left, over all ranks."""
 
     row: Tensor  # the sum of v^, its number of elements, the sum of squared gradients
-    by_a_step: bool | None  # False: no step was taken yet. None: only the device knows
+    has_stepped: bool | None  # whether any step was taken. None: only the device knows
 
 
 class StepBefore:
@@ -95,38 +92,47 @@ class StepBefore:
         self._reduction: Reduction | None = None
         self._left: Left | None = None  # by the step before, if someone has asked for it already
 
-    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
-        left, self._left = self._left or self._received(buckets, ranks), None
+    def sums(self, step: Description, gate: Gate) -> Sums:
+        left, self._left = self._left or self._received(step.buckets, step.ranks), None
         carried, count, self._last_grad_sq = left.row.unbind()
         before = Sums(None, carried, torch.zeros_like(carried), count)
-        if left.by_a_step is not None:
-            return before if left.by_a_step else self._pass_one.sums(buckets, gate, ranks)
+        if left.has_stepped is not None:
+            return before if left.has_stepped else self._pass_one.sums(step, gate)
         # The device knows whether any step was taken, and is not waited for.
-        now = self._pass_one.sums(buckets, gate, ranks)
+        now = self._pass_one.sums(step, gate)
         pairs = zip(before[1:], now[1:], strict=True)
         return Sums(now.grad_sq, *(torch.where(count > 0, old, new) for old, new in pairs))
 
     def has_stepped(self, buckets: Sequence[Bucket], ranks: Collective) -> bool:
         """Returns whether any parameter of any rank has taken a step. Waits for the device where only that knows."""
         self._left = self._left or self._received(buckets, ranks)
-        if self._left.by_a_step is None:
-            self._left = self._left._replace(by_a_step=bool(self._left.row[1] > 0))
-        return bool(self._left.by_a_step)
+        if self._left.has_stepped is None:
+            self._left = self._left._replace(has_stepped=bool(self._left.row[1] > 0))
+        return bool(self._left.has_stepped)
 
-    def first_sums(self, parts: Iterable[Sequence[Bucket]], ranks: Collective) -> Sums:
+    def first_sums(self, parts: Iterable[Description], ranks: Collective, has_amsgrad: bool) -> Sums:
         """Returns the sums of a first step, for which pass 1 takes the place of a step before."""
         self._left = None
-        return self._pass_one.sums_of_parts(parts, ranks)
+        return self._pass_one.sums_of_parts(parts, ranks, has_amsgrad)
+
+    def sums_of_others(self) -> Sums:
+        """Returns the sums where this rank has taken no step yet, but others have, as `has_stepped` has found."""
+        left, self._left = self._left, None
+        assert left is not None, "has_stepped comes first"
+        carried, count, self._last_grad_sq = left.row.unbind()
+        return Sums(None, carried, torch.zeros_like(carried), count)
 
     def _received(self, buckets: Sequence[Bucket], ranks: Collective) -> Left:
-        is_first = self._reduction is None
-        if self._reduction is None:
+        reduction, self._reduction = self._reduction, None  # gone even if a rank has died and `finish` raises
+        if reduction is None:
             row = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
         else:
-            row, self._reduction = self._reduction.finish(), None
+            row = reduction.finish()
         if _can_be_read(row):
             return Left(row, bool(row[1] > 0))
-        is_known = not is_first or (ranks.is_local and any(bucket.is_known_to_have_stepped() for bucket in buckets))
+        is_known = reduction is not None or (
+            ranks.is_local and any(bucket.find_whether_stepped() for bucket in buckets)
+        )
         return Left(row, True if is_known else None)
 
     def grad_norm(self, grad_sqs: Sequence[Tensor], gate: Gate, ranks: Collective) -> Tensor:
@@ -135,32 +141,30 @@ class StepBefore:
             return self._last_grad_sq.sqrt()
         return gate.grad_norm(torch.stack([to_device(grad_sq, ranks.device) for grad_sq in grad_sqs]).sum())
 
-    def leave(
-        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
-    ) -> None:
-        if ranks.is_local:  # the next step finds all it needs in the buckets
+    def leave(self, step: Description, grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None) -> None:
+        if step.ranks.is_local:  # the next step finds all it needs in the buckets
             return
         rows = []
-        for bucket, grad_sq in zip(buckets, grad_sqs, strict=True):
+        for bucket, grad_sq in zip(step.buckets, grad_sqs, strict=True):
             unscale = gate.unscale(bucket.device)
             grad_sq = grad_sq if unscale is None else unscale.square() * grad_sq
             rows.append((bucket.sharding, _left_by(bucket, grad_sq)))
-        self._reduction = ranks.start(rows, 3)
+        self._reduction = step.ranks.start(rows, 3)
 
-    def leave_released(self, buckets: Sequence[Bucket], grad_sqs: Mapping[Sharding, Tensor], ranks: Collective) -> None:
+    def leave_released(self, step: Description, grad_sqs: Mapping[Sharding, Tensor]) -> None:
         """Does what `leave` does after a step whose parameters were updated one after another."""
-        if ranks.is_local:
+        if step.ranks.is_local:
             return
-        rows = [(bucket.sharding, _left_by(bucket)) for bucket in buckets]
+        rows = [(bucket.sharding, _left_by(bucket)) for bucket in step.buckets]
         for sharding, grad_sq in grad_sqs.items():
             rows.append((sharding, torch.stack([torch.zeros_like(grad_sq), torch.zeros_like(grad_sq), grad_sq])))
-        self._reduction = ranks.start(rows, 3)
+        self._reduction = step.ranks.start(rows, 3)
 
     def forget(self) -> None:
         """Drops what the step before left. All ranks must do so, or none."""
-        if self._reduction is not None:
-            self._reduction.abandon()
-        self._reduction = self._left = None
+        reduction, self._reduction, self._left = self._reduction, None, None
+        if reduction is not None:
+            reduction.abandon()
 
 
 def _can_be_read(value: Tensor) -> bool:
@@ -182,9 +186,9 @@ class FromCaller:
     def __init__(self, grad_sq: Tensor) -> None:
         self._grad_sq = grad_sq
 
-    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
-        rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in buckets]
-        carried, weight, count = ranks.total(rows, 3).unbind()
+    def sums(self, step: Description, gate: Gate) -> Sums:
+        rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in step.buckets]
+        carried, weight, count = step.ranks.total(rows, 3).unbind()
         return Sums(self._grad_sq, carried, self._grad_sq * weight / count.clamp(min=1), count)
 
     def leave(self, *_: object) -> None:
@@ -208,7 +212,8 @@ class FromCallerInParts:
         self._steps: Tensor | None = None
         self._next: tuple[Tensor, Tensor] | None = None  # both, after it
         self._stepped: set[int] = set()
-        self.goes_on = False  # whether the last call belongs to the same step as the one before
+        self.is_begun = False
+        self.is_same_step = False  # whether the last call belongs to the same step as the one before
 
     def begin(
         self,
@@ -220,30 +225,28 @@ class FromCallerInParts:
         stored: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
         """Takes up a call. `stored()` returns the sum of v and the steps taken as the state has them, on all ranks."""
-        ids = set(map(id, params))
-        self.goes_on = self._next is not None and self._stepped.isdisjoint(ids)
-        self._stepped = self._stepped | ids if self.goes_on else ids
-        if not self.goes_on:
+        ids, self.is_begun = set(map(id, params)), True
+        self.is_same_step = self._next is not None and self._stepped.isdisjoint(ids)
+        self._stepped = self._stepped | ids if self.is_same_step else ids
+        if not self.is_same_step:
             self._sum, self._steps = self._next or stored()
         self._grad_sq, self._numel, self._beta2, self._bias_correction = grad_sq, numel, beta2, bias_correction
 
-    def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
+    def sums(self, step: Description, gate: Gate) -> Sums:
         assert self._sum is not None, "begin comes first"
         assert self._steps is not None, "begin comes first"
         if not gate.may_skip:  # a step that is skipped would leave none
-            for bucket in buckets:
+            for bucket in step.buckets:
                 bucket.allow_missing_sums()
         bias_correction2 = 1 - self._bias_correction * self._beta2 ** (self._steps + 1)
         carried = self._beta2 * self._sum / bias_correction2
         fresh = (1 - self._beta2) * self._grad_sq / bias_correction2
         return Sums(self._grad_sq, carried, fresh, torch.full_like(carried, self._numel))
 
-    def leave(
-        self, buckets: Sequence[Bucket], grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None, ranks: Collective
-    ) -> None:
+    def leave(self, step: Description, grad_sqs: Sequence[Tensor], gate: Gate, skip: Tensor | None) -> None:
         assert self._sum is not None, "begin comes first"
         assert self._steps is not None, "begin comes first"
-        factor = gate.grad_factor(self._grad_sq, ranks.device)
+        factor = gate.grad_factor(self._grad_sq, step.ranks.device)
         grad_sq = self._grad_sq if factor is None else factor.square() * self._grad_sq
         after = self._beta2 * self._sum + (1 - self._beta2) * grad_sq
         if skip is None:

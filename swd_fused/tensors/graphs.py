@@ -25,6 +25,10 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_capturing_on(devices: Iterable[torch.device]) -> bool:
+    return any(map(is_capturing, devices))
+
+
 def keep(*objects: object) -> None:
     _kept.extend(objects)
 
@@ -44,7 +48,7 @@ def are_shared(steps: Iterable[Tensor]) -> bool:
 
 def check_prepared(devices: Iterable[torch.device]) -> None:
     """Raises if a step for which everything must be set up anew is captured."""
-    if any(map(is_capturing, devices)):
+    if is_capturing_on(devices):
         raise RuntimeError(
             "FusedAdamS got the first step of some parameters, or the first with other state, in the capture of a CUDA "
             "graph, which would start anew in each replay. Take such a step before, on a side stream."

@@ -148,7 +148,7 @@ def test_a_full_grid_is_resident(backend: str, dtype: torch.dtype, amsgrad: bool
     twins = twins_of(params)
     optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
     run(params, grads, optimizer)
-    (part,) = optimizer._buckets.current[0].plan._with_sums
+    (part,) = optimizer._stepper._kept[0].buckets[0].plan._with_sums
     if ON_GPU:
         assert part.programs % multiprocessors == 0
         assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR

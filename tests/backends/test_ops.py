@@ -10,7 +10,7 @@ import swd_fused._C
 import torch
 
 from swd_fused import backends
-from swd_fused.schedule import HyperRow
+from swd_fused.tensors.hyper import HyperRow
 
 ops = torch.ops.swd_fused
 backends.load_cpu_backend()

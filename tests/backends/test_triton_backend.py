@@ -111,8 +111,7 @@ def optimizer_of(params: list[torch.nn.Parameter], **options: object) -> FusedAd
 
 
 def copied_columns(optimizer: FusedAdamS) -> list[tuple[int, int]]:
-    assert optimizer._buckets.current
-    (bucket,) = optimizer._buckets.current
+    (bucket,) = optimizer._stepper._kept[0].buckets
     return [(column, tensor) for column, tensor, _ in bucket.plan._operands._copies]
 
 
@@ -207,10 +206,11 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(
     optimizer = optimizer_of(params, **options)
     with launches(split):
         run(params, grads, optimizer)
-        (bucket,) = optimizer._buckets.current
+        (bucket,) = optimizer._stepper._kept[0].buckets
         parts = bucket.plan._with_sums
         emitted = [part.sums.clone() for part in parts]
-        bucket.begin([param.grad for param in params], optimizer._buckets.rows, optimizer.param_groups)
+        bucket.takes([param.grad for param in params])
+        bucket.backend.begin(bucket)
         (kernel,) = (kernel for kernel, known in bucket.plan._parts.items() if known is parts)
         bucket.plan._parts.clear()
         rebuilt = bucket.plan.parts_for(kernel, bucket)

@@ -146,7 +146,7 @@ def test_codes_are_those_of_plain_pytorch(name: str, split: bool) -> None:
     with launches(split):
         triton = train("triton", values, mode)
     assert_same(triton, train("torch", values, mode), values)
-    (bucket,) = triton[1]._buckets.current
+    (bucket,) = triton[1]._stepper._kept[0].buckets
     assert len(bucket.coded) == CODED
     assert bucket.plan.n_parts == 1  # with those that have no codes
 
@@ -179,7 +179,7 @@ def test_any_layout_has_the_codes_of_the_contiguous_tensor(name: str, options: d
 
 def test_row_major_tensors_take_part_as_they_are() -> None:
     triton = train("triton", start(SHAPES), Mode(), steps=1)
-    (bucket,) = triton[1]._buckets.current
+    (bucket,) = triton[1]._stepper._kept[0].buckets
     assert bucket.plan._operands._copies == []
     aligned = bucket.plan._operands._host_table[:, tables.ALIGNED.value].tolist()
     by_shape = dict(zip([tuple(param.shape) for param in bucket.params], aligned, strict=True))
@@ -256,10 +256,11 @@ def test_a_second_moment_that_is_not_zero_has_a_code() -> None:
 def test_sums_are_the_same_whether_emitted_or_rebuilt(options: dict[str, Any], split: bool) -> None:
     with launches(split):
         params, optimizer = train("triton", start(SHAPES), Mode(options), steps=2)
-        (bucket,) = optimizer._buckets.current
+        (bucket,) = optimizer._stepper._kept[0].buckets
         parts = bucket.plan._with_sums
         (emitted,) = (part.sums.clone() for part in parts)
-        bucket.begin([param.grad for param in params], optimizer._buckets.rows, optimizer.param_groups)
+        bucket.takes([param.grad for param in params])
+        bucket.backend.begin(bucket)
         (kernel,) = (kernel for kernel, known in bucket.plan._parts.items() if known is parts)
         bucket.plan._parts.clear()
         (rebuilt,) = bucket.plan.parts_for(kernel, bucket)

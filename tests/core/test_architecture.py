@@ -11,8 +11,8 @@ import pytest
 from swd_fused.backends.address_table import NO_GRAD
 from swd_fused.backends.triton.kernels import passes, tables
 from swd_fused.backends.triton.operands import columns_of, scales_of
-from swd_fused.schedule import HyperRow
 from swd_fused.state.eight_bit import BlockNumbers
+from swd_fused.tensors.hyper import HyperRow
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "swd_fused"

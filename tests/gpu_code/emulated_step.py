@@ -14,10 +14,10 @@ from torch import Tensor
 from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
-from swd_fused.schedule import hyper_rows
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.state.rounding import rounding_start
+from swd_fused.tensors.hyper import hyper_row
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics
@@ -85,7 +85,7 @@ class EmulatedStep:
             + self._put(np.concatenate([codecs.ravel(), self._tensor_table(groups).ravel()]), writable=False),
             "segments": self._put(np.array(self.segments, np.int64), writable=False),
             "program_segments": self._put(np.array(program_segments, np.int32), writable=False),
-            "hyper": self._put(np.array(hyper_rows(rows)), writable=False),
+            "hyper": self._put(np.array([hyper_row(row, "scheduled") for row in rows]), writable=False),
             "limits": self._put(np.array(limits, np.float64), writable=False),
             "grad_scale": self._put(np.ones(1, np.float32)),
             "found_inf": self._put(np.zeros(1, np.float32)),

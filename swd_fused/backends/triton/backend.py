@@ -30,9 +30,10 @@ class TritonBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def prepare(self, bucket: Bucket) -> None:
-        if bucket.plan is None:
-            bucket.plan = Plan(bucket)
+    def describe(self, bucket: Bucket) -> None:
+        bucket.plan = Plan(bucket)
+
+    def begin(self, bucket: Bucket) -> None:
         bucket.plan.begin(bucket)
 
     def pass1(self, bucket: Bucket) -> Tensor:
@@ -110,7 +111,7 @@ class TritonBackend:
         read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
         run = plan.launcher(kernel, bucket, part)
         if lagged:
-            corrections = [(row.beta2, row.corrects_bias) for row in bucket.hyper.numbers]
+            corrections = [(row.beta2, row.corrects_bias) for row in bucket.hyper.rows]
             if plan.last is None or plan.corrections_of_last != corrections:
                 plan.corrections_of_last = corrections
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)

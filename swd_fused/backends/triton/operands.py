@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
-from swd_fused.backends.address_table import NO_GRAD, Fingerprint, check_memory, fingerprint, int64s
+from swd_fused.backends.address_table import int64s
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.kernels.tables import (
     ALIGNED,
@@ -25,7 +23,7 @@ from swd_fused.backends.triton.kernels.tables import (
 )
 from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.state.eight_bit import rows_and_columns, scales_shape
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.tensors.bucket import NO_GRAD, Bucket
 from swd_fused.tensors.transfer import from_host
 
 GRADS = GRAD_ADDRESS.value  # the column that is only read
@@ -41,38 +39,35 @@ class Operands:
 
     table: Tensor
 
-    def __init__(self) -> None:
-        self._seen = Fingerprint([], [])
-        self._dtypes: list[torch.dtype] = []
+    def __init__(self, bucket: Bucket) -> None:
+        self._grads: list[int] | None = None  # their addresses
         self._aligned: Tensor | None = None  # by tensor: what is aligned is added in another order than what is not
-        self.realigned: Tensor | None = None  # where `refresh` has found that to be otherwise than the last time
+        self.realigned: Tensor | None = None  # where `begin` has found that to be otherwise than the last time
         self._codecs: Tensor | None = None
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
+        self._set_up(bucket, [*columns_of(bucket), *scales_of(bucket)])
 
-    def refresh(self, bucket: Bucket) -> bool:
-        """Describes the tensors of a step. Returns whether their dtypes differ from those that were seen last."""
-        columns = [*columns_of(bucket), *scales_of(bucket)]
-        seen, before, self.realigned = fingerprint(bucket), self._dtypes, None
-        if self._seen != seen:
-            is_new, self._seen = self._seen.others != seen.others, Fingerprint([], [])
-            if is_new:
-                check_memory(bucket)
-                self._set_up(bucket, columns)
-                self._dtypes = [tensor.dtype for tensor in chain.from_iterable(columns)]
-            self._set_grads(bucket, seen.grads)
-            self._seen = seen
-        for column, tensor, copy in self._copies:
-            copy.copy_(columns[column][tensor])
-        return before != self._dtypes
+    def begin(self, bucket: Bucket) -> None:
+        """Describes this step's gradients, if they are elsewhere than the last time, and fills the copies."""
+        self.realigned = None
+        if self._grads != bucket.grad_addresses:
+            self._set_grads(bucket, bucket.grad_addresses)
+            self._grads = bucket.grad_addresses
+        if self._copies:
+            columns = [*columns_of(bucket), *scales_of(bucket)]
+            for column, tensor, copy in self._copies:
+                copy.copy_(columns[column][tensor])
 
     def write_back(self, bucket: Bucket) -> None:
         """Writes to the tensors what an update wrote to their copies."""
+        if not self._copies:
+            return
         columns = [*columns_of(bucket), *scales_of(bucket)]
         written = [(columns[column][tensor], copy) for column, tensor, copy in self._copies if column != GRADS]
         for tensor, copy in written:
             tensor.copy_(copy)
         if written:
-            bucket.note_versions()
+            bucket.has_counted_writes = True
 
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
         """Makes the table, all but the addresses of the gradients."""
@@ -116,8 +111,6 @@ class Operands:
     def _set_grads(self, bucket: Bucket, addresses: list[int]) -> None:
         """Often the only ones that have changed: a backward pass puts its gradients where there is room."""
         grads = int64s(addresses)
-        if 0 in addresses:
-            check_memory(bucket)
         for column, tensor, copy in self._copies:
             if column == GRADS and addresses[tensor] != NO_GRAD:
                 grads[tensor] = copy.data_ptr()

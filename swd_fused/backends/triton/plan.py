@@ -33,9 +33,9 @@ class Plan:
         self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # as GradScaler has them
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
         self.corrections_of_last: list[tuple[float, float]] = []  # beta2 and corrects_bias by group
-        self._operands = Operands()
+        self._operands = Operands(bucket)
         self._limits: dict[tuple[float | None, int], Tensor] = {}
-        self._numels: dict[Dtypes, dict[int, int]] = {}
+        self._numels = _numels_by_dtypes(bucket)
         self._columns = _columns_of_coded(bucket)
         self._parts: dict[Any, list[Part]] = {}
         self._with_sums: list[Part] | None = None  # of these `sums` is up to date
@@ -57,11 +57,9 @@ class Plan:
         return len(self._numels)
 
     def begin(self, bucket: Bucket) -> None:
-        """Describes the tensors of a step. Call it before the first pass."""
-        if self._operands.refresh(bucket) or not self._numels:
-            self._numels, self._parts = _numels_by_dtypes(bucket), {}
-            self._forget_sums()
-        elif self._operands.realigned is not None:
+        """Takes up the gradients of a step."""
+        self._operands.begin(bucket)
+        if self._operands.realigned is not None:
             self._forget_sums_of(from_host(self._operands.realigned, bucket.device))
         if bucket.is_stepped_by_graphs():
             self._forget_sums()

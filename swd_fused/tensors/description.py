@@ -1,0 +1,352 @@
+"""The description of a step's tensors: made once, kept as long as it holds, then thrown away and made anew."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swd_fused import backends
+from swd_fused.backends import Backend
+from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.sharding import (
+    ShardedOver,
+    Sharding,
+    is_distributed,
+    is_dtensor,
+    local_grads,
+    local_tensor,
+    sharding_of,
+)
+from swd_fused.distributed.wrappers import refuse_unknown_shards
+from swd_fused.options import MASTER, Options
+from swd_fused.state.eight_bit import CODES, SCALES
+from swd_fused.state.load import initialized
+from swd_fused.state.moments import KEYS, has_moments
+from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
+from swd_fused.tensors.group_checks import check_grads
+from swd_fused.tensors.hyper import Group, GroupValues
+from swd_fused.tensors.transfer import is_fake
+
+State = dict[Tensor, dict[str, Any]]
+
+STORED = (*KEYS, MASTER)  # all of a parameter's state that kernels refer to by address
+SECOND_MOMENTS = ("exp_avg_sq", CODES["exp_avg_sq"], SCALES["exp_avg_sq"], "max_exp_avg_sq")
+
+# How tensors look to a kernel, column by column, which is faster than all of one tensor at a time.
+Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
+
+LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
+VALUES = dict.values
+
+
+class StepInput(NamedTuple):
+    """Holds everything that the description of a step depends on."""
+
+    options: Options
+    sharded_over: ShardedOver | None
+    groups: Sequence[Group]
+    kinds: list[tuple[object, ...]]  # of the groups, see `GroupValues`
+    state: State
+    params: list[Tensor]
+    grads: list[Tensor | None]
+
+
+class Description:
+    """Describes all tensors of a step: the buckets in which they are stepped, and the ranks that share them.
+
+    `holds` names everything that may change. What changes in ordinary training is not in it: other gradient tensors,
+    gradients that are missing in a step, other hyper-parameters.
+    """
+
+    def __init__(self, step: StepInput) -> None:
+        """Checks all tensors, and raises before anything is written if one cannot be stepped."""
+        self.options, self._sharded_over, groups, self._kinds, state, self._params, grads = step
+        self._is_distributed = is_distributed()
+        self._param_ids = list(map(id, self._params))
+        self._state_ids: list[int] = []  # until `commit`
+        self._entries = self._new_entries(groups, state, grads)
+        self._whole_params = [entry.param for entry in self._entries]
+        self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
+        numbers = [entry.number for entry in self._entries]
+        self._numbers = None if len(numbers) == len(self._params) else numbers
+        self._without_state = sorted(set(range(len(self._params))) - set(numbers))
+        self.ranks = collective_of([(param, group) for group in groups for param in group["params"]], step.sharded_over)
+        self._unchecked = unmarked_params(groups, step.sharded_over) if self._is_distributed else []
+        self.may_have_unknown_shards = bool(self._unchecked)
+        self.has_amsgrad = any(group["amsgrad"] for group in groups)
+        self.buckets = self._new_buckets(groups, numbers)
+        is_alone = len(self.buckets) == 1 and self.ranks.is_local and self.options.total_numel is None
+        self.only_bucket = self.buckets[0] if is_alone else None
+        self.gpus = {bucket.device for bucket in self.buckets if bucket.device.type == "cuda"}
+        self.are_captured = False
+        self._is_fake = any(bucket.is_fake for bucket in self.buckets)
+        self._remember([entry.staged for entry in self._entries])
+        try:
+            self._take_first(grads)
+            for bucket in self.buckets:
+                bucket.check()
+                bucket.backend.describe(bucket)
+        except BaseException:
+            self.end()
+            raise
+
+    def holds(self, step: StepInput) -> bool:
+        """Takes up the gradients, and returns whether nothing has changed that kernels rely on."""
+        options, sharded_over, _, kinds, state, params, grads = step
+        try:
+            return (
+                self.options is options
+                and self._sharded_over is sharded_over
+                and self._is_distributed == is_distributed()
+                and self._kinds == kinds
+                and self._param_ids == list(map(id, params))
+                and self._state_ids
+                == list(map(id, chain(state, chain.from_iterable(map(dict.values, state.values())))))
+                and self._local_ids == list(map(id, map(LOCAL, self._dtensors)))
+                and self._versions == list(map(VERSION, self._averaged))
+                and self._takes(grads)
+            )
+        except (RuntimeError, TypeError):
+            # A sparse gradient, which is refused with our own error message later; or state with entries that are no
+            # dicts, or of tensors without a version, which is described anew in each step.
+            return False
+
+    def _takes(self, all_grads: list[Tensor | None]) -> bool:
+        """Takes up gradients, and returns whether they, and all tensors that are kept, are what and where they were."""
+        if self._is_fake or (self._without_state and any(all_grads[i] is not None for i in self._without_state)):
+            return False
+        grads, present, found = self._local(all_grads)
+        tensors = self._kept + found
+        addresses = list(map(Tensor.data_ptr, tensors))
+        kept = len(self._kept)
+        forms = list(map(DTYPE, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
+        expected = self._forms if present is self._all_present else self._forms_of(present)
+        if addresses[:kept] != self._addresses or forms != expected:
+            return False
+        if 0 in addresses:
+            check_memory(tensors)
+        self._hand_over(grads, addresses[kept:], present)
+        return True
+
+    def _local(self, all_grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[bool], list[Tensor]]:
+        """Returns the gradients of what is described, as kernels see them; which are there; and those that are."""
+        grads = all_grads if self._numbers is None else [all_grads[number] for number in self._numbers]
+        if self._has_views:
+            grads = [None if grad is None else as_real(grad) for grad in local_grads(self._whole_params, grads)]
+        if all(map(is_not, grads, repeat(None))):
+            present, found = self._all_present, grads
+        else:
+            present = [grad is not None for grad in grads]
+            found = list(compress(grads, present))
+        if any(map(Tensor.is_neg, found)):  # type: ignore[arg-type]  # lazily negated: the memory has the other sign
+            return self._local([None if grad is None else grad.resolve_neg() for grad in all_grads])
+        return grads, present, found  # type: ignore[return-value]
+
+    def _forms_of(self, present: list[bool]) -> Forms:
+        """Returns how the tensors should look that are kept, and those gradients that are present."""
+        selected = [True] * len(self._kept) + present
+        dtypes, numels, strides = self._forms
+        return list(compress(dtypes, selected)), list(compress(numels, selected)), list(compress(strides, selected))
+
+    def _hand_over(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
+        """Gives the buckets their gradients. `addresses` are of those that are present."""
+        if present is not self._all_present:
+            found = iter(addresses)
+            addresses = [next(found) if is_present else NO_GRAD for is_present in present]
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            if members is None and present is bucket.present:
+                bucket.grads, bucket.grad_addresses = grads, addresses
+            elif members is None:
+                bucket.take(grads, addresses, present)
+            else:
+                bucket.take([grads[i] for i in members], [addresses[i] for i in members], [present[i] for i in members])
+
+    def _remember(self, states: list[dict[str, Any]]) -> None:
+        """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
+        tensors = [*self._whole_params, *(state[key] for state in states for key in STORED if key in state)]
+        self._dtensors = list(filter(is_dtensor, tensors))
+        self._local_ids = list(map(id, map(LOCAL, self._dtensors)))
+        self._kept = list(map(local_tensor, tensors))
+        averaged = [state[key] for state in states for key in SECOND_MOMENTS if key in state]
+        # Writes to a DTensor count on it or on its local part, depending on how it was written to.
+        self._averaged = [*averaged, *map(local_tensor, filter(is_dtensor, averaged))]
+        self._versions = versions(self._averaged)
+        self._all_present = [True] * len(self._entries)
+
+    def _take_first(self, all_grads: list[Tensor | None]) -> None:
+        """Takes up the gradients of the step that is described, and remembers how they look.
+
+        Where one is missing it should look like its parameter, which mostly has its dtype and strides.
+        """
+        grads, present, found = self._local(all_grads)
+        if self._is_fake:
+            self._hand_over(grads, [0] * len(found), present)
+            return
+        check_memory(self._kept + found)
+        self._addresses = list(map(Tensor.data_ptr, self._kept))
+        locals_ = [as_real(local_tensor(param)) for param in self._whole_params]
+        looks = self._kept + [param if grad is None else grad for param, grad in zip(locals_, grads, strict=True)]
+        self._forms: Forms = list(map(DTYPE, looks)), list(map(Tensor.numel, looks)), list(map(Tensor.stride, looks))
+        self._hand_over(grads, list(map(Tensor.data_ptr, found)), present)
+
+    def commit(self, state: State) -> None:
+        """Makes the staged state the optimizer's. Nothing is refused after this."""
+        for entry in self._entries:
+            for key in entry.owned.keys() - entry.staged.keys():
+                del entry.owned[key]
+            entry.owned.update(entry.staged)
+            state[entry.param] = entry.owned
+        held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
+        self._held = [*state, *held]  # so that nobody else gets their ids
+        self._state_ids = list(map(id, self._held))
+
+    def left_is_stale(self, state: Mapping[Tensor, dict[str, Any]], params: Iterable[Tensor]) -> bool:
+        """Returns whether the sums that the last step left are no longer those of the optimizer's second moments."""
+        ids = set(map(id, params))
+        for _, _, param, owned, staged in self._entries:
+            is_kept = id(param) in ids and state.get(param) is owned
+            if not is_kept or any(owned.get(key) is not staged.get(key) for key in SECOND_MOMENTS):
+                return True
+        return versions(self._averaged) != self._versions
+
+    def take_over_sums(self, last: Description) -> None:
+        """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
+        are_same = len(last._averaged) == len(self._averaged) and all(map(is_, last._averaged, self._averaged))
+        is_same_division = [bucket.numbers for bucket in last.buckets] == [bucket.numbers for bucket in self.buckets]
+        if are_same and is_same_division and last._versions == self._versions:
+            for bucket, before in zip(self.buckets, last.buckets, strict=True):
+                if bucket.backend is before.backend:
+                    bucket.sums = before.sums
+
+    def shares_params_with(self, params: Iterable[Tensor]) -> bool:
+        return not set(self._param_ids).isdisjoint(map(id, params))
+
+    def params_with_grad(self) -> list[Tensor]:
+        pairs = chain.from_iterable(zip(bucket.numbers, bucket.grads, strict=True) for bucket in self.buckets)
+        return [self._params[number] for number, grad in pairs if grad is not None]
+
+    def refuse_unknown_shards(self) -> None:
+        """Raises if a parameter is a shard without looking like one, for steps whose result would be wrong then."""
+        if self.may_have_unknown_shards:
+            refuse_unknown_shards(self._unchecked)
+            self.may_have_unknown_shards = False
+
+    def begin(self, values: GroupValues) -> None:
+        """Takes up this step's hyper-parameters."""
+        for bucket in self.buckets:
+            bucket.hyper = values.on(bucket.device)
+            if bucket.masters or bucket.copies_steps:
+                bucket.begin()
+            bucket.backend.begin(bucket)
+
+    def end(self) -> None:
+        """Lets go of the step's gradients: between steps they are the user's to free."""
+        for bucket in self.buckets:
+            if bucket.copies_steps:
+                bucket.write_steps()
+            bucket.grads = []
+            if bucket.has_counted_writes:
+                self.note_versions()
+                bucket.has_counted_writes = False
+
+    def note_versions(self) -> None:
+        """Accepts the second moments as they are."""
+        self._versions = versions(self._averaged)
+
+    def for_capture(self) -> Description:
+        """Returns a copy for a step that is captured in a CUDA graph, which must be kept as long as the graph is."""
+        captured = copy.copy(self)
+        captured.buckets = [bucket.for_capture() for bucket in self.buckets]
+        captured.only_bucket = captured.buckets[0] if self.only_bucket else None
+        captured.are_captured = True
+        return captured
+
+    def _new_entries(
+        self, groups: Sequence[Group], state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
+    ) -> list[Entry]:
+        """Returns each parameter that has state, or is going to have it."""
+        present = [(param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None]
+        check_grads([param for param, _ in present], [grad for _, grad in present])
+        entries = []
+        indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
+        for number, (index, param, grad) in enumerate(zip(indices, self._params, grads, strict=True)):
+            owned = state.get(param) or {}
+            if grad is not None or has_moments(owned):
+                backend = backend_for(param, self.options)[0]
+                staged = initialized(dict(owned), param, self.options, groups[index], backend)
+                entries.append(Entry(number, index, param, owned, staged))
+        return entries
+
+    def _new_buckets(self, groups: Sequence[Group], numbers: list[int]) -> list[Bucket]:
+        by_kind: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+        for entry in self._entries:
+            param, group = entry.param, groups[entry.group]
+            has_master = self.options.needs_master(param.dtype)
+            sharding = sharding_in(group, param, self._sharded_over)
+            backend = backend_for(param, self.options)[0]
+            by_kind[backend, param.device, group["amsgrad"], has_master, sharding].append(entry)
+        position_of = {number: position for position, number in enumerate(numbers)}
+        members = [[position_of[entry.number] for entry in same] for same in by_kind.values()]
+        # Of each bucket which entries are in it, None for all of them.
+        self._members = [None if len(own) == len(numbers) else own for own in members]
+        return [
+            Bucket(backend, amsgrad, has_masters, same, self.options, sharding)
+            for (backend, _, amsgrad, has_masters, sharding), same in by_kind.items()
+        ]
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """Returns torch's counters of in-place writes, 0 for tensors made in inference mode, which have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_memory(tensors: Sequence[Tensor]) -> None:
+    """Raises if memory that a step needs was freed: kernels would read it as if it were still there."""
+    for tensor in tensors:
+        if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
+            raise RuntimeError(
+                f"FusedAdamS got a tensor of shape {tuple(tensor.shape)} whose memory was freed, wanted one that still "
+                "has its elements. Free gradients by setting param.grad = None, and parameters only after the step."
+            )
+
+
+def backend_for(param: Tensor, options: Options) -> tuple[Backend, str]:
+    """Returns the backend that steps a parameter, and how `repr` describes it."""
+    # Where there is no memory nothing is computed, and only plain operations know what comes out.
+    name = "torch" if is_fake(param) and not param.is_meta else options.backend
+    return backends.choose(name, param.device, param.dtype.to_real())
+
+
+# --- Ranks
+
+
+def sharding_in(group: Group, param: Tensor, sharded_over: ShardedOver | None) -> Sharding:
+    """Returns the process groups over which a parameter is sharded. A group's own `process_group` comes first."""
+    if not is_distributed():
+        return ()
+    return sharding_of(param, group.get("process_group", sharded_over))
+
+
+def collective_of(params: Sequence[tuple[Tensor, Group]], sharded_over: ShardedOver | None) -> Collective:
+    """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same."""
+    device = params[0][0].device if params else torch.device("cpu")
+    if not is_distributed():
+        return Collective([], [], device)
+    shardings = {sharding_in(group, param, sharded_over) for param, group in params}
+    if sharded_over is not None:  # a rank may have no parameters at all, and must take part
+        shardings.add(sharding_of(None, sharded_over))
+    given = [sharded_over, *(group.get("process_group", sharded_over) for _, group in params)]
+    return Collective(shardings, [over.group for over in given if over is not None], device)
+
+
+def unmarked_params(groups: Sequence[Group], sharded_over: ShardedOver | None) -> list[Tensor]:
+    """Returns the plain tensors of which nobody has said whether they are shards. A group that says None is whole."""
+    unsaid = [group for group in groups if "process_group" not in group and sharded_over is None]
+    return [param for group in unsaid for param in group["params"] if not is_dtensor(param)]

@@ -1,0 +1,174 @@
+"""Hyper-parameters of parameter groups: checked when one has changed, as rows, and as a table on each device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import eq, is_, itemgetter, methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swd_fused.options import GROUP_OPTIONS, Decay
+from swd_fused.tensors import graphs
+from swd_fused.tensors.group_checks import check_group
+from swd_fused.tensors.transfer import from_host
+
+Group = Mapping[str, Any]
+
+
+# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
+# models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
+FAR_BEYOND_ADAMW = 10.0
+
+PARAMS, VALUES = itemgetter("params"), methodcaller("values")
+NUMBERS = itemgetter("lr", "betas", "eps", "weight_decay", "max_decay")
+
+# Of groups: ours but process_group, and those that torch's schedulers and named parameters add.
+USUAL_KEYS = {"params", "param_names", "initial_lr", *GROUP_OPTIONS} - {"process_group"}
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class HyperRow(NamedTuple):
+    """Holds the hyper-parameters of a parameter group. Of the three kinds of decay two are zero."""
+
+    lr: float  # -1 stands for a tensor, which is not read here
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float  # scheduled: the paper's
+    max_decay: float
+    sign: float  # -1 to maximize
+    decoupled_decay: float  # AdamW's
+    l2: float  # Adam's
+    corrects_bias: float  # 1 or 0
+
+
+def hyper_row(group: Group, decay: Decay) -> HyperRow:
+    """Checks a group and returns its row. Betas that are tensors are read, which may wait for their device."""
+    lr, betas, eps, weight_decay, max_decay = NUMBERS(group)
+    calibrated, maximize = group.get("adamw_weight_decay"), group["maximize"]
+    bias_correction = group.get("bias_correction", True)
+    # What groups mostly have is looked at here, since a scheduler changes some of it in each step.
+    if not (
+        group.keys() <= USUAL_KEYS
+        and type(lr) is type(eps) is type(weight_decay) is type(max_decay) is float
+        and type(betas) is tuple
+        and len(betas) == 2
+        and type(betas[0]) is type(betas[1]) is float
+        and type(group["amsgrad"]) is type(maximize) is type(bias_correction) is bool
+        and group["state_dtype"] is calibrated is None
+        and 0 <= lr < math.inf
+        and 0 <= eps < math.inf
+        and 0 <= weight_decay < math.inf
+        and 0 < max_decay <= 1
+        and 0 <= betas[0] < 1
+        and 0 <= betas[1] < 1
+        and group["calibration_steps"] == 0
+    ):
+        check_group(group)
+    beta1, beta2 = betas
+    return HyperRow(
+        -1.0 if isinstance(lr, Tensor) else max(0.0, lr),
+        float(beta1),
+        float(beta2),
+        eps,
+        weight_decay if decay == "scheduled" and calibrated is None else 0.0,
+        max_decay,
+        -1.0 if maximize else 1.0,
+        weight_decay if decay == "decoupled" else calibrated or 0.0,
+        weight_decay if decay == "l2" else 0.0,
+        float(bias_correction),
+    )
+
+
+class Hyper:
+    """Holds hyper-parameters as a table on a device, with a row for each parameter group."""
+
+    def __init__(self, rows: Sequence[HyperRow], device: torch.device) -> None:
+        self.rows = rows
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.table = torch.tensor(rows, dtype=dtype, device="cpu")
+        self.is_captured = False
+        if device.type != "cpu":
+            self.is_captured = graphs.is_capturing(device)
+            self.table = from_host(self.table, device)
+        self._columns: dict[str, Tensor] = {}
+
+    def column(self, name: str) -> Tensor:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = self.table[:, HyperRow._fields.index(name)]
+        return column
+
+    def set_lr(self, index: int, lr: Tensor) -> None:
+        """Copies a group's learning rate on the device: schedulers change it in place."""
+        if lr.is_cpu and graphs.is_capturing(self.table.device):
+            raise ValueError(
+                f"step got lr={lr.item():g} as a CPU tensor in the capture of a CUDA graph, which could not follow its "
+                'changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads in each replay, or a number, '
+                "which stays as it is in the graph."
+            )
+        self.column("lr")[index].copy_(lr.detach().reshape(()).clamp(min=0), non_blocking=True)
+
+
+class GroupValues:
+    """Holds the hyper-parameters of all groups as one step reads them.
+
+    Checked and made anew when any entry of a group has become another object, whatever its key: so an entry that is
+    added to groups needs no mention here.
+    """
+
+    def __init__(self, groups: Sequence[Group], decay: Decay) -> None:
+        self.rows: list[HyperRow] = []
+        self.kinds: list[tuple[object, ...]] = []  # what decides which state and ranks a group's parameters have
+        self.tensor_lrs: list[tuple[int, Tensor]] = []
+        self.is_calibrating = False
+        self._tables: dict[torch.device, Hyper] = {}
+        harmless_rms = 0.0
+        can_change = False  # without becoming another object
+        for index, group in enumerate(groups):
+            row = hyper_row(group, decay)
+            self.rows.append(row)
+            self.kinds.append(
+                (len(group["params"]), group["amsgrad"], group["state_dtype"], group.get("process_group"))
+            )
+            lr, betas = group["lr"], group["betas"]
+            if isinstance(lr, Tensor):
+                self.tensor_lrs.append((index, lr))
+                harmless_rms = math.inf
+            elif row.weight_decay:
+                harmless_rms = max(harmless_rms, row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW))
+            if type(betas) is not tuple or isinstance(betas[0], Tensor) or isinstance(betas[1], Tensor):
+                can_change = True
+            if group.get("adamw_weight_decay") is not None:
+                self.is_calibrating = True
+        self._sizes = list(map(len, map(PARAMS, groups)))
+        self.harmless_mean = harmless_rms * harmless_rms  # from which on there is no decay to warn of
+        self._seen: list[object] = []
+        if not can_change:
+            self._seen = [*chain.from_iterable(groups), *chain.from_iterable(map(VALUES, groups))]
+
+    def hold(self, groups: Sequence[Group]) -> bool:
+        seen: list[object] = [*chain.from_iterable(groups), *chain.from_iterable(map(VALUES, groups))]
+        return (
+            len(seen) == len(self._seen)
+            and all(map(is_, seen, self._seen))
+            and all(map(eq, map(len, map(PARAMS, groups)), self._sizes))
+        )
+
+    def on(self, device: torch.device) -> Hyper:
+        """Returns the table on a device, with learning rates that are tensors as they are now."""
+        hyper = self._tables.get(device)
+        if hyper is None:
+            hyper = Hyper(self.rows, device)
+            if not hyper.is_captured:  # which is empty until the graph is replayed
+                self._tables[device] = hyper
+        for index, lr in self.tensor_lrs:
+            hyper.set_lr(index, lr)
+        return hyper
