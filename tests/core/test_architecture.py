@@ -20,7 +20,7 @@ PACKAGE = ROOT / "swd_fused"
 # From the bottom to the top: a module imports only from lines above its own. What shares a line does not import each
 # other, except within a folder.
 LAYERS = [
-    ["version"],
+    ["version", "source_tree"],
     ["captures"],
     ["transfer"],
     ["options", "param_groups"],
@@ -45,7 +45,7 @@ KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
     *("swd_fused.bucket", "swd_fused.schedule", "swd_fused.transfer", "swd_fused.options"),
     *("swd_fused.captures", "swd_fused.element_numbers", "swd_fused.stochastic_rounding", "swd_fused.eight_bit"),
-    "swd_fused._C",
+    *("swd_fused.source_tree", "swd_fused._C"),
 }
 
 

@@ -10,10 +10,14 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from swd_fused import FusedAdamS, backends, source_tree
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["csrc", "swd_fused", "MANIFEST.in", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
@@ -150,20 +154,17 @@ def test_finds_the_torch_that_pip_has_installed_for_the_user(builder: Builder, t
 
 
 def test_a_torch_that_is_too_old_is_named(builder: Builder, tmp_path: Path) -> None:
-    torch = tmp_path / "environment" / "lib" / "python3.11" / "site-packages" / "torch"
-    torch.mkdir(parents=True)
-    (torch / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    old = tmp_path / "environment" / "lib" / "python3.11" / "site-packages" / "torch"
+    old.mkdir(parents=True)
+    (old / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     log = builder("bdist_wheel", succeeds=False, PATH=f"{tmp_path}/environment/bin{os.pathsep}{os.defpath}")
-    assert f"torch 2.9.1+cpu in {torch} is older than 2.10" in log
+    assert f"torch 2.9.1+cpu in {old} is older than 2.10" in log
 
 
 def link_torch(folder: Path) -> None:
     """Makes this interpreter's torch that of a folder, too."""
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
     folder.mkdir(parents=True)
-    (folder / "torch").symlink_to(Path(spec.origin).parent)
+    (folder / "torch").symlink_to(Path(torch.__file__).parent)
 
 
 def test_without_kernels_if_asked_for(builder: Builder, tmp_path: Path) -> None:
@@ -188,30 +189,29 @@ def test_metadata_has_absolute_links(builder: Builder) -> None:
     assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
-def test_asking_for_kernels_that_are_not_built_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from swd_fused import FusedAdamS, backends
-
+@pytest.fixture
+def _not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
     backends._chosen.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install --no-build-isolation"):
-            FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="cpu")
-    finally:
-        backends._chosen.cache_clear()
-
-
-def test_running_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from swd_fused import FusedAdamS, backends
-
-    monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
+    yield
     backends._chosen.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"plain PyTorch backend.*not built \(a reason\).*pip install") as caught:
-            _ = [FusedAdamS([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
-        assert len(caught) == 1
-    finally:
-        backends._chosen.cache_clear()
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_asking_for_kernels_that_are_not_built_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install -e \."):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="cpu")
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_running_without_kernels_warns_once() -> None:
+    with pytest.warns(UserWarning, match=r"plain PyTorch backend.*not built \(a reason\).*pip install") as caught:
+        _ = [FusedAdamS([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_a_source_tree_that_hides_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_tree, "hidden_package", lambda: Path("/site-packages/swd_fused"))
+    with pytest.warns(UserWarning, match=f"start Python in another folder: {ROOT} .*hides .*/site-packages/swd_fused"):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3))])
