@@ -318,6 +318,21 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
         assert f"| {name} | {' | '.join(sizes)} |" in page
 
 
+def test_memory_is_whole_in_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    memory.main(["--out", str(tmp_path)])
+    printed = capsys.readouterr().out.partition("Wrote")[0]
+    assert printed
+    assert "…" not in printed
+    words = set(printed.split())
+    assert {"choice", "parameter", "gradient", "state", "all"} <= words
+    for row in rows_of(tmp_path / "memory.csv"):
+        assert {*row["choice"].split(), *(f"{float(row[size]):g}" for size in ("parameter", "state", "all"))} <= words
+    assert max(map(len, printed.splitlines())) <= 80
+
+
 def test_memory_of_training_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """AdamW keeps all gradients, gradient release those that wait to be stepped together; peers need their packages."""
     chosen = ["float32: AdamW fused", "float32: FusedAdamS lagged, gradients released"]
