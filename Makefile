@@ -51,7 +51,7 @@ paper: $(VENV)/.with-paper
 # The sdist, and from it a wheel for any Linux with this one's glibc or a later one. torch brings its own libraries.
 wheel: $(VENV)/.with-release
 	rm -rf build dist
-	SWD_FUSED_REQUIRE_CPP=1 $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 	$(BIN)/twine check --strict dist/*

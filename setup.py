@@ -2,11 +2,15 @@
 
 import os
 import re
+import shutil
+import site
 import sys
 import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -14,29 +18,56 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 REPOSITORY = "https://github.com/swd-fused/swd_fused"
-REQUIRE_CPP = os.environ.get("SWD_FUSED_REQUIRE_CPP", "0") not in ("", "0")
-HOW_TO_BUILD = (
-    "To build them, activate an environment with torch, have a C++ compiler and install again; or put setuptools there "
-    "too and pass --no-build-isolation to pip, uv pip or python -m build."
-)
+NO_CPP = os.environ.get("SWD_FUSED_NO_CPP", "0") not in ("", "0")
+OLDEST_TORCH = (2, 10)
+TORCH_FIRST = """\
+  Run `pip install torch` in the environment that this is for, then install again. uv and `python -m build` find it if
+  that environment is activated, or if setuptools is there too and they are told --no-build-isolation or --no-isolation.
+"""
+COMPILER_FIRST = """\
+  Install a C++20 compiler and Python's headers (on Debian and Ubuntu: `apt install g++ python3-dev`), or choose another
+  compiler by CXX=..., then install again.
+"""
+OPT_OUT = "  SWD_FUSED_NO_CPP=1 in the environment installs without kernels: slower on CPUs, the same on GPUs."
 
 
-def torch_directory() -> Path | None:
-    """Returns the folder of an installed torch, of which only headers and libraries are needed, or None.
+def torch_directories() -> Iterator[Path]:
+    """Yields the folders of installed torches, of which only headers and libraries are needed.
 
     Builds are isolated from the environment that they are for. pip uses its interpreter, whose site-packages are known;
-    uv and `python -m build` use a new interpreter, and leave the environment on the PATH if it is activated. With the
-    stable ABI any torch from 2.10 on serves, that of another Python too.
+    uv and `python -m build` use a new interpreter, and leave the environment on the PATH if it is activated. uv also
+    takes the nearest .venv from where it was called. With the stable ABI any torch from 2.10 on serves, that of another
+    Python too.
 
     A build requirement would always find one, by downloading gigabytes of CUDA packages for a few headers.
     """
-    own = [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    own = [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), site.getusersitepackages()]
     activated = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
     on_path = [Path(place).parent for place in os.environ.get("PATH", "").split(os.pathsep)]
-    prefixes = [*filter(None, activated), *on_path, ".venv", sys.base_prefix]
-    others = (path for prefix in prefixes for path in Path(prefix).glob("lib/python3*/site-packages"))
-    found = (Path(place, "torch").absolute() for place in chain(own, others))
-    return next((path for path in found if (path / "include" / "torch" / "csrc" / "stable").is_dir()), None)
+    called_from, here = Path(os.environ.get("PWD", "")).absolute(), Path().absolute()
+    nearest = [folder / ".venv" for start in (called_from, here) for folder in (start, *start.parents)]
+    prefixes = [*filter(None, activated), *on_path, *nearest, sys.base_prefix]
+    others = (path for prefix in prefixes for path in Path(prefix).glob("lib*/python3*/*-packages"))
+    folders = (Path(place, "torch").absolute() for place in chain(own, others))
+    return (folder for folder in folders if (folder / "version.py").is_file())
+
+
+def version_of(torch: Path) -> str:
+    """Returns a torch's version without importing it, which another Python could not."""
+    found = re.search(r"__version__ = ['\"](.+?)['\"]", (torch / "version.py").read_text(encoding="utf-8"))
+    return found.group(1) if found else "of no known version"
+
+
+def is_new_enough(torch: Path) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", version_of(torch))
+    return numbers is not None and tuple(map(int, numbers.groups())) >= OLDEST_TORCH
+
+
+def why_no_torch() -> str:
+    wanted = ".".join(map(str, OLDEST_TORCH))
+    for torch in torch_directories():
+        return f"torch {version_of(torch)} in {torch} is older than {wanted}"
+    return "no torch was found to build them against"
 
 
 def extension(torch: Path | None) -> Extension:
@@ -61,12 +92,12 @@ def extension(torch: Path | None) -> Extension:
             "-Wno-psabi",
         ],
         py_limited_api=True,
-        optional=True,
+        optional=NO_CPP,
     )
 
 
 class BuildKernels(build_ext):
-    """Builds the kernels, or says why it cannot: without them the package runs on its plain PyTorch backend."""
+    """Builds the kernels, or fails with the remedy: nobody sees what a build that succeeds prints."""
 
     def build_extensions(self) -> None:
         """Compiles all files at once: one after the other they took half of the time of an installation."""
@@ -81,13 +112,18 @@ class BuildKernels(build_ext):
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        try:
-            if not ext.include_dirs:
-                raise BaseError("no installed torch was found to build them against")
-            super().build_extension(ext)
-        except (BaseError, CCompilerError, OSError) as error:
+        if NO_CPP:
             self.remove(self.get_ext_fullpath(ext.name))
-            self.go_on_without(str(error).rstrip("."))
+            return
+        if not ext.include_dirs:
+            self.fail(why_no_torch(), TORCH_FIRST)
+        compiler = self.compiler.compiler_so_cxx[0]
+        if shutil.which(compiler) is None:
+            self.fail(f"there is no C++ compiler {compiler}", COMPILER_FIRST)
+        try:
+            super().build_extension(ext)
+        except (BaseError, CCompilerError, OSError):
+            self.fail(f"{compiler} failed, with the messages above", COMPILER_FIRST)
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
@@ -100,14 +136,8 @@ class BuildKernels(build_ext):
         """Removes what an earlier build has left, which does not belong to these sources."""
         Path(path).unlink(missing_ok=True)
 
-    def go_on_without(self, reason: str) -> None:
-        if REQUIRE_CPP:
-            raise SystemExit(
-                f"swd_fused: SWD_FUSED_REQUIRE_CPP is set, but the C++ kernels were not built: {reason}. {HOW_TO_BUILD}"
-            )
-        self.warn(
-            f"the C++ kernels were not built: {reason}. swd_fused will run on its plain PyTorch backend. {HOW_TO_BUILD}"
-        )
+    def fail(self, reason: str, remedy: str) -> NoReturn:
+        raise SystemExit(f"swd_fused: the C++ kernels were not built: {reason}.\n{remedy}{OPT_OUT}")
 
 
 class TaggedWheel(bdist_wheel):
@@ -119,8 +149,7 @@ class TaggedWheel(bdist_wheel):
 
     def run(self) -> None:
         self.run_command("build_ext")
-        build = self.get_finalized_command("build_ext")
-        if not any(os.path.exists(path) for path in build.get_outputs()):
+        if NO_CPP:
             self.distribution.ext_modules = []
             self.root_is_pure = True
             self.py_limited_api = False
@@ -135,7 +164,7 @@ def readme_for_an_index() -> str:
 
 
 setup(
-    ext_modules=[extension(torch_directory())],
+    ext_modules=[extension(next(filter(is_new_enough, torch_directories()), None))],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": TaggedWheel},
     long_description=readme_for_an_index(),
     long_description_content_type="text/markdown",

@@ -39,21 +39,26 @@ def draw_gradients(axes: Axes, steps: Columns) -> None:
     epochs = epochs_at_steps(steps)
     of_step = steps["grad_norm"] / np.sqrt(steps["parameters"])
     axes.plot(epochs, of_step, color=BLUE, linewidth=0.5, alpha=0.35, label="of each step")
-    axes.plot(epochs, steps["rms_grad"], color=BLUE, linewidth=2, label="running average, which divides the decay")
+    axes.plot(epochs, steps["rms_grad"], color=BLUE, linewidth=2, label="running average,\nwhich divides the decay")
     axes.set_yscale("log")
     axes.set_ylabel("rms gradient")
-    axes.legend(frameon=False, loc="upper right", handlelength=1.4)
+    legend_beside(axes)
 
 
 def draw_weight_decay(axes: Axes, steps: Columns) -> None:
     epochs = epochs_at_steps(steps)
     constant = np.average(steps["weight_decay"], weights=steps["lr"])
     axes.plot(epochs, steps["weight_decay"], color=BLUE, linewidth=2, label="AdamS")
-    axes.axhline(constant, color=ORANGE, linewidth=2, label=f"AdamW with the same total decay ({constant:.2g})")
+    axes.axhline(constant, color=ORANGE, linewidth=2, label=f"AdamW with the same\ntotal decay ({constant:.2g})")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("weight decay,\nin AdamW's terms")
     axes.set_xlabel("epoch")
-    axes.legend(frameon=False, loc="lower right", handlelength=1.4)
+    legend_beside(axes)
+
+
+def legend_beside(axes: Axes) -> None:
+    """Puts the legend to the right of the panel: within it there is no place that the curves of all runs leave free."""
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.4, fontsize=9)
 
 
 def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
@@ -65,9 +70,8 @@ def mark_milestones(panels: Sequence[Axes], steps: Columns) -> None:
         panels[0].text(epoch, 1.02, "lr / 10", transform=above, ha="center", color=GREY, fontsize=9)
 
 
-def draw(table: Path, picture: Path) -> None:
-    steps = read_steps(table)
-    figure = Figure(figsize=(8, 4.4), layout="constrained")
+def figure_of(steps: Columns) -> Figure:
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     panels = figure.subplots(2, sharex=True)
     draw_gradients(panels[0], steps)
     draw_weight_decay(panels[1], steps)
@@ -89,8 +93,12 @@ def draw(table: Path, picture: Path) -> None:
         fontsize=8.5,
         color=GREY,
     )
+    return figure
+
+
+def draw(table: Path, picture: Path) -> None:
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=160)
+    figure_of(read_steps(table)).savefig(picture, dpi=160)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -130,13 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_measured(path, console)
         return
     result = Table(title=f"Bytes for each parameter, of {NUMEL:,}", title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("choice", no_wrap=True)
+    result.add_column("choice")  # the only one that may be wrapped, so that no number is cut off
     rows = []
     for name, dtype, choice in CHOICES:
         sizes = bytes_per_parameter(dtype, choice)
         if not rows:
             for heading in sizes:
-                result.add_column(heading, justify="right")
+                result.add_column(heading, justify="right", no_wrap=True)
         result.add_row(name, *(f"{size:g}" for size in sizes.values()))
         rows.append({"choice": name, **sizes, "swd_fused": __version__, "torch": torch.__version__})
     console.print(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,13 +38,18 @@ PANELS = {
     CLIPPED_PEER: "With clipping: time of a step / AdamW fused + clip_grad_norm_",
 }
 BAR = 0.21  # inches
+CAPTION_WIDTH = 150  # characters, of some 170 that the picture has room for
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)
 
 
 def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
-    rows = read_rows(csv_path)
     picture_path = picture_path or csv_path.with_suffix(".png")
     picture_path.parent.mkdir(parents=True, exist_ok=True)
+    figure_of(read_rows(csv_path)).savefig(picture_path, dpi=160)
+    return picture_path
+
+
+def figure_of(rows: Sequence[Row]) -> Figure:
     panels = {peer: bars for peer in PANELS if (bars := [row for row in rows if is_bar(row, peer)])}
     # A gap of one bar between suites, and one more at the ends.
     heights = [len(bars) + len(suites_of(bars)) + 1 for bars in panels.values()] or [1]
@@ -52,8 +58,7 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
     for axis, (peer, bars) in zip(axes, panels.items(), strict=False):
         draw_panel(axis, rows, bars, PANELS[peer])
     figure.supxlabel(caption(rows), fontsize=7.5, color="#444444", x=0.01, ha="left")
-    figure.savefig(picture_path, dpi=160)
-    return picture_path
+    return figure
 
 
 def is_bar(row: Row, peer: str) -> bool:
@@ -75,7 +80,7 @@ def draw_panel(axis: Axes, rows: Sequence[Row], bars: Sequence[Row], title: str)
         for offset, row in enumerate(group):
             draw_bar(axis, row, position + offset, peer_medians[suite])
         centres.append(position + (len(group) - 1) / 2)
-        names.append(f"{suite}\n{int(group[0]['elements']) / 1e6:.4g}M elements\ntensors: {int(group[0]['tensors']):,}")
+        names.append(f"{suite}\n{count(group[0]['elements'])} elements\ntensors: {count(group[0]['tensors'])}")
         position += len(group) + 1
     axis.set_yticks(centres, names, fontsize=8)
     axis.tick_params(axis="y", length=0)
@@ -95,6 +100,10 @@ def draw_panel(axis: Axes, rows: Sequence[Row], bars: Sequence[Row], title: str)
     handles, labels = axis.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     axis.legend(by_label.values(), by_label.keys(), fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def count(number: str) -> str:
+    return f"{int(number):,}" if int(number) < 1e6 else f"{int(number) / 1e6:.2f}M"
 
 
 def draw_bar(axis: Axes, row: Row, position: float, peer_median: float) -> None:
@@ -121,11 +130,12 @@ def caption(rows: Sequence[Row]) -> str:
     place = f"{first['threads']} of {first['cores']} cores, {first['cpu']} (cpu){busy}"
     if first["device"] != "cpu":
         place = first["device"]
-    return (
-        f"Ratio of medians, whiskers: quartiles. All contenders take turns. {first['dtype']}, {place}.\n"
+    lines = [
+        f"Ratio of medians, whiskers: quartiles. All contenders take turns. {first['dtype']}, {place}.",
         f"torch {first['torch']}, swd_fused {first['swd_fused']}, Python {first['python']}, {first['date'][:10]}. "
-        f"Repeats: {repeats}."
-    )
+        f"Repeats: {repeats}.",
+    ]
+    return "\n".join(textwrap.fill(line, CAPTION_WIDTH) for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

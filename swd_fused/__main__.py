@@ -6,12 +6,13 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 
 import torch
 
 import swd_fused
-from swd_fused import self_test
+from swd_fused import self_test, source_tree
 
 
 def versions() -> str:
@@ -47,20 +48,41 @@ def devices() -> str:
     return "\n".join(lines + others)
 
 
+# What `python -m swd_fused` does, but with Python's path as it is in other folders.
+CHECK = """
+import runpy, sys
+sys.path[:] = sys.argv[1:]
+del sys.argv[1:]
+runpy.run_module("swd_fused", run_name="__main__")
+"""
+
+
+def check_hidden_package() -> int:
+    """Runs the check of the package that this source tree hides. Returns its exit code."""
+    print(f"Note: {source_tree.how_to_get_kernels()} Here is the check of the package with kernels.", flush=True)
+    return subprocess.run([sys.executable, "-c", CHECK, *source_tree.path_without_tree()], check=False).returncode
+
+
 def main() -> int:
-    """Returns the process's exit code: 1 if a backend differs from the definition."""
+    """Returns the process's exit code: 1 if a backend differs from the definition, or a fused one is missing."""
     description = (
         "Prints versions, devices, and for each backend whether it is available and agrees with the definition of "
-        "AdamS, written out in plain PyTorch in float64. Exits with 1 if one does not agree. Put the output into bug "
-        "reports."
+        "AdamS, written out in plain PyTorch in float64. Put the output into bug reports. Exits with 1 if a backend "
+        "does not agree, or if a fused backend is missing that this machine could have: the C++ kernels for its CPU, "
+        "or Triton for its CUDA or ROCm GPU. In a source tree without kernels that hides an installed package with "
+        "kernels, the latter is checked."
     )
     argparse.ArgumentParser("python -m swd_fused", description=description).parse_args()
+    if source_tree.hidden_package() is not None:
+        return check_hidden_package()
     print(versions())
     print(devices())
     results = self_test.run()
     for result in results:
         print(result)
-    return int(any(result.failed for result in results))
+    failed = any(result.failed for result in results)
+    print("Something is wrong, see FAILED and MISSING above." if failed else "All that this machine can use works.")
+    return int(failed)
 
 
 if __name__ == "__main__":

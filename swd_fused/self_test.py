@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swd_fused.backends import BEST
 from swd_fused.optimizer import FusedAdamS
 from swd_fused.options import BackendName
 
@@ -34,11 +35,14 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        return self.missing is None and not self.error <= TOLERANCE  # so that NaN fails
+        """Whether the backend differs from the definition, or is missing where it would be the best one."""
+        if self.missing is not None:
+            return BEST.get(self.device) == self.backend
+        return not self.error <= TOLERANCE  # so that NaN fails
 
     def __str__(self) -> str:
         if self.missing is not None:
-            outcome = f"not available: {self.missing}"
+            outcome = f"{'MISSING' if self.failed else 'not available'}: {self.missing}"
         elif self.raised is not None:
             outcome = f"FAILED with {type(self.raised).__name__}: {self.raised}"
         else:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swd_fused import source_tree
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.schedule import Gate
 from swd_fused.tensors.bucket import Bucket
@@ -86,11 +87,10 @@ def load_triton_backend() -> Backend | str:
 TORCH = TorchBackend()
 BEST = {"cpu": "cpu", "cuda": "triton"}
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-HOW_TO_GET = {
-    "cpu": "run `pip install --no-build-isolation .` in a clone of swd_fused, beside setuptools and a C++ compiler.",
-    "triton": "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
-    "Triton needs, and move the model to the GPU.",
-}
+HOW_TO_GET_TRITON = (
+    "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
+    "Triton needs, and move the model to the GPU."
+)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
@@ -112,16 +112,19 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
     if name != "auto":
         raise RuntimeError(
             f'backend="{name}" cannot serve {dtype} parameters on {device}: {found}. '
-            f'Use backend="auto", or {HOW_TO_GET[name]}'
+            f'Use backend="auto", or {_how_to_get(name)}'
         )
     if dtype in FUSED_DTYPES:
-        best = BEST[device.type]
         warnings.warn(
             f"FusedAdamS runs on its plain PyTorch backend, which is slower: {found}. To get the fused kernels, "
-            f'{HOW_TO_GET[best]} backend="torch" asks for this one, without a warning.',
+            f'{_how_to_get(BEST[device.type])} backend="torch" asks for this one, without a warning.',
             stacklevel=2,
         )
     return TORCH, f"torch ({found})"
+
+
+def _how_to_get(name: str) -> str:
+    return source_tree.how_to_get_kernels() if name == "cpu" else HOW_TO_GET_TRITON
 
 
 def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:

@@ -242,25 +242,6 @@ def test_host_work_is_not_that_of_the_interpreter(capsys: pytest.CaptureFixture[
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err
 
 
-def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
-    columns = "suite,contender,elements,tensors,dtype,repeats,median_s,q1_s,q3_s,ratio,peer,threads,device,cpu,cores"
-    conditions = "2,cpu,Some CPU,2,0.01,2.10,0.1,3.12,2026-01-02T03:04:05"
-    lines = [
-        columns + ",other_load,torch,swd_fused,python,date",
-        f"s,AdamW fused,1000,2,float32,9,1.0,0.9,1.1,1.0,AdamW fused,{conditions}",
-        f"s,FusedAdamS exact (cpu),1000,2,float32,9,1.2,1.1,1.3,1.2,AdamW fused,{conditions}",
-    ]
-    stored = tmp_path / "stored.csv"
-    stored.write_text("\n".join(lines))
-    plot_step_time.main([str(stored), "--out", str(tmp_path / "new" / "picture.png")])
-    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(PNG)
-
-
-def test_every_bar_has_a_colour() -> None:
-    names = {c.name for c in (*CONTENDERS, *GPU_CONTENDERS) if c.name != c.peer}
-    assert set(plot_step_time.COLOURS) == {*names, TORCHAO}
-
-
 @pytest.mark.usefixtures("_keep_threads")
 def test_training_step_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {
@@ -335,6 +316,21 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     for name in ("float32", "float32, first moment bfloat16", "bfloat16, master weights"):
         sizes = (f"{float(rows[name][column]):g}" for column in ("parameter", "gradient", "state", "all"))
         assert f"| {name} | {' | '.join(sizes)} |" in page
+
+
+def test_memory_is_whole_in_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    memory.main(["--out", str(tmp_path)])
+    printed = capsys.readouterr().out.partition("Wrote")[0]
+    assert printed
+    assert "…" not in printed
+    words = set(printed.split())
+    assert {"choice", "parameter", "gradient", "state", "all"} <= words
+    for row in rows_of(tmp_path / "memory.csv"):
+        assert {*row["choice"].split(), *(f"{float(row[size]):g}" for size in ("parameter", "state", "all"))} <= words
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_memory_of_training_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

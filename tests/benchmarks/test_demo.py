@@ -94,6 +94,15 @@ def test_picture_can_be_drawn_again_from_the_csv(rows: Rows, out: Path, tmp_path
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_legends_cover_nothing(rows: Rows, out: Path) -> None:
+    figure = demo_plot.figure_of(demo_plot.read_steps(out / "steps.csv"))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        legend = axes.get_legend().get_window_extent()
+        assert not legend.overlaps(axes.get_window_extent())
+        assert figure.bbox.count_contains(legend.corners()) == 4
+
+
 def test_thread_count_is_left_as_it_was() -> None:
     threads = torch.get_num_threads()
     with demo.one_thread():

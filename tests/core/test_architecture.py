@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from swd_fused.backends.address_table import NO_GRAD
 from swd_fused.backends.triton.kernels import passes, tables
 from swd_fused.backends.triton.operands import columns_of, scales_of
 from swd_fused.state.eight_bit import BlockNumbers
+from swd_fused.tensors.bucket import NO_GRAD
 from swd_fused.tensors.hyper import HyperRow
 
 ROOT = Path(__file__).parents[2]
@@ -20,20 +20,25 @@ PACKAGE = ROOT / "swd_fused"
 # From the bottom to the top: a module imports only from lines above its own. What shares a line does not import each
 # other, except within a folder.
 LAYERS = [
-    ["version"],
+    ["version", "source_tree"],
     ["tensors.graphs"],
     ["tensors.transfer"],
     ["options", "param_groups"],
+    ["distributed.sharding"],
     ["tensors.group_checks"],
-    ["distributed.sharding", "schedule"],
+    ["tensors.hyper"],
+    ["schedule"],
     ["distributed.collective", "distributed.wrappers", "tensors.element_numbers", "step.decay_warning"],
-    ["distributed.ranks", "state.rounding"],
+    ["state.rounding"],
     ["state.eight_bit"],
-    ["state.moments"],
+    ["state.moments", "state.loaded_decay"],
     ["state.load"],
     ["tensors.bucket", "step.adamw_terms", "step.compiled"],
-    ["tensors.buckets", "step.sums", "backends", "step.release"],
-    ["step.take"],
+    ["backends"],
+    ["tensors.description"],
+    ["step.sums"],
+    ["step.stepper"],
+    ["step.release"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
     ["__main__"],
@@ -44,8 +49,8 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # What backends may know of the rest: no parameter groups, no ranks, no optimizer.
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
-    *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.graphs"),
-    *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options"),
+    *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.hyper"),
+    *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options", "swd_fused.source_tree"),
     *("swd_fused.state.eight_bit", "swd_fused.state.rounding"),
     "swd_fused._C",
 }

@@ -77,6 +77,20 @@ def test_code_blocks_are_found() -> None:
     assert len(code_blocks(ROOT / "README.md")) >= 5
 
 
+def test_the_first_commands_are_on_the_first_screen() -> None:
+    first_screen = (ROOT / "README.md").read_text().partition("![")[0]
+    commands = re.search(r"^```sh\n(.*?)^```", first_screen, flags=re.MULTILINE | re.DOTALL)
+    assert commands is not None
+    for command in ("pip install .", "python -m swd_fused", "make demo", "make test"):
+        assert re.search(rf"^{re.escape(command)} +# ", commands.group(1), flags=re.MULTILINE), command
+
+
+@each_page
+def test_what_is_to_be_made_can_be_made(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= set(targets)
+
+
 @each_page
 def test_links_and_pictures_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):

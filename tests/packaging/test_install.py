@@ -1,4 +1,4 @@
-"""Builds and installs as pip, uv and `python -m build` do: one wheel with kernels, and a whole package without them."""
+"""Builds and installs as pip, uv and `python -m build` do: a wheel with kernels, or a failure with the remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from swd_fused import FusedAdamS, backends, source_tree
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["csrc", "swd_fused", "MANIFEST.in", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
@@ -51,7 +55,7 @@ class Builder:
     def __call__(self, *command: str, succeeds: bool = True, **variables: str) -> str:
         """Runs setup.py. As long as none is named in `variables`, no environment is activated."""
         python = self.directory / "isolated" / "bin" / "python"
-        variables = {"PATH": os.defpath, **variables}
+        variables = {"PATH": os.defpath, "PYTHONUSERBASE": str(self.directory / "user"), **variables}
         return run(python, *STRICT, "setup.py", *command, directory=self.source, succeeds=succeeds, **variables)
 
     def wheel(self, **variables: str) -> tuple[Path, str]:
@@ -101,24 +105,79 @@ def test_sdist_builds_kernels_where_an_environment_with_torch_is_activated(build
     assert "backend: cpu\n" in step_with(wheel, tmp_path / "installed")
 
 
-@pytest.mark.parametrize("missing", ["compiler", "torch"])
-def test_without_kernels(builder: Builder, tmp_path: Path, missing: str) -> None:
+# With torch, and a compiler that fails.
+NO_COMPILER = {"VIRTUAL_ENV": sys.prefix, "CC": "false", "CXX": "false"}
+FAILED = "the C++ kernels were not built: false failed"
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason", "remedy"),
+    [
+        ({}, "no torch was found to build them against", "pip install torch.*then install again.*uv.*activated"),
+        (NO_COMPILER, "false failed", r"C\+\+20 compiler.*apt install g\+\+"),
+        ({**NO_COMPILER, "CXX": "no-such-c++"}, r"there is no C\+\+ compiler no-such-c\+\+", r"apt install g\+\+"),
+    ],
+    ids=["torch", "a compiler that works", "any compiler"],
+)
+def test_builds_fail_without(builder: Builder, variables: dict[str, str], reason: str, remedy: str) -> None:
+    """A warning would be seen by nobody: pip and uv show what a build prints only if it fails."""
+    log = builder("bdist_wheel", succeeds=False, **variables)
+    message = rf"swd_fused: the C\+\+ kernels were not built: {reason}.*\n.*{remedy}.*SWD_FUSED_NO_CPP=1"
+    assert re.search(message, log, re.DOTALL), log
+    assert "Traceback" not in log
+    assert not (builder.source / "dist").exists()
+
+
+def test_pip_shows_why_a_build_failed(builder: Builder, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "target"]
+    log = run(*pip, builder.source, succeeds=False, **{**os.environ, **NO_COMPILER})
+    assert FAILED in log
+    assert "apt install g++" in log
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "folder", ["lib/python3.11/site-packages", "lib64/python3.12/site-packages", "lib/python3/dist-packages"]
+)
+def test_finds_the_torch_of_an_activated_environment(builder: Builder, tmp_path: Path, folder: str) -> None:
+    """Of any Python and system. That it goes on to the compiler, which fails here, tells that it was found."""
+    link_torch(tmp_path / "environment" / folder)
+    variables = {"CXX": "false", "CC": "false", "PATH": f"{tmp_path}/environment/bin{os.pathsep}{os.defpath}"}
+    assert FAILED in builder("bdist_wheel", succeeds=False, **variables)
+
+
+def test_finds_the_torch_that_pip_has_installed_for_the_user(builder: Builder, tmp_path: Path) -> None:
+    version = "{}.{}".format(*sys.version_info)
+    link_torch(tmp_path / "user" / "lib" / f"python{version}" / "site-packages")
+    variables = {"CXX": "false", "CC": "false", "PYTHONNOUSERSITE": "1"}  # the last as in pip's builds
+    assert FAILED in builder("bdist_wheel", succeeds=False, **variables)
+
+
+def test_a_torch_that_is_too_old_is_named(builder: Builder, tmp_path: Path) -> None:
+    old = tmp_path / "environment" / "lib" / "python3.11" / "site-packages" / "torch"
+    old.mkdir(parents=True)
+    (old / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    log = builder("bdist_wheel", succeeds=False, PATH=f"{tmp_path}/environment/bin{os.pathsep}{os.defpath}")
+    assert f"torch 2.9.1+cpu in {old} is older than 2.10" in log
+
+
+def link_torch(folder: Path) -> None:
+    """Makes this interpreter's torch that of a folder, too."""
+    folder.mkdir(parents=True)
+    (folder / "torch").symlink_to(Path(torch.__file__).parent)
+
+
+def test_without_kernels_if_asked_for(builder: Builder, tmp_path: Path) -> None:
     """The wheel says by its tag that nothing in it is compiled."""
-    variables = {"VIRTUAL_ENV": sys.prefix, "CC": "false", "CXX": "false"} if missing == "compiler" else {}
-    wheel, log = builder.wheel(**variables)
-    reason = "no installed torch was found" if missing == "torch" else "non-zero exit status"
-    assert re.search(f"were not built:.*{reason}.*plain PyTorch backend.*--no-build-isolation", log)
+    wheel, _ = builder.wheel(SWD_FUSED_NO_CPP="1")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert "backend: torch (the C++ kernels are not built" in step_with(wheel, tmp_path / "installed")
 
     stale = builder.source / "swd_fused" / "_C.abi3.so"
     stale.touch()
-    builder("build_ext", "--inplace", **variables)
+    builder("build_ext", "--inplace", SWD_FUSED_NO_CPP="1")
     assert not stale.exists()
-
-    log = builder("bdist_wheel", succeeds=False, SWD_FUSED_REQUIRE_CPP="1", **variables)
-    assert re.search(f"SWD_FUSED_REQUIRE_CPP is set, but.*{reason}", log)
 
 
 def test_metadata_has_absolute_links(builder: Builder) -> None:
@@ -130,30 +189,29 @@ def test_metadata_has_absolute_links(builder: Builder) -> None:
     assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
-def test_asking_for_kernels_that_are_not_built_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from swd_fused import FusedAdamS, backends
-
+@pytest.fixture
+def _not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
     backends._chosen.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install --no-build-isolation"):
-            FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="cpu")
-    finally:
-        backends._chosen.cache_clear()
-
-
-def test_running_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from swd_fused import FusedAdamS, backends
-
-    monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")
+    yield
     backends._chosen.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"plain PyTorch backend.*not built \(a reason\).*pip install") as caught:
-            _ = [FusedAdamS([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
-        assert len(caught) == 1
-    finally:
-        backends._chosen.cache_clear()
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_asking_for_kernels_that_are_not_built_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install -e \."):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3))], backend="cpu")
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_running_without_kernels_warns_once() -> None:
+    with pytest.warns(UserWarning, match=r"plain PyTorch backend.*not built \(a reason\).*pip install") as caught:
+        _ = [FusedAdamS([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_a_source_tree_that_hides_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_tree, "hidden_package", lambda: Path("/site-packages/swd_fused"))
+    with pytest.warns(UserWarning, match=f"start Python in another folder: {ROOT} .*hides .*/site-packages/swd_fused"):
+        FusedAdamS([torch.nn.Parameter(torch.ones(3))])
