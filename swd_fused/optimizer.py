@@ -179,6 +179,7 @@ class FusedAdamS(TakesSteps):
             **checked_calibration(adamw_weight_decay, calibration_steps, self.options.decay),
             "bias_correction": compatibility.get("bias_correction", True),
             "state_dtype": state_dtype,
+            "decay": self.options.decay,
         }
         check_new_group({}, defaults)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
@@ -211,6 +212,7 @@ class FusedAdamS(TakesSteps):
         here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
         check_total_numel_covers(self.total_numel, here)
         param_group = {**param_group, "params": params, **self._calibration_of(param_group)}
+        param_group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
@@ -322,7 +324,15 @@ class FusedAdamS(TakesSteps):
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them."""
+        """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them.
+
+        `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
+        too small for AdamW. For an AdamW that loads it:
+
+            adamw.load_state_dict(optimizer.state_dict())
+            for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
+                group["weight_decay"] = weight_decay
+        """
         self._end_calibration()  # a resumed run would not know the mean that it waits for
         state_dict = super().state_dict()
         groups = [
@@ -333,7 +343,10 @@ class FusedAdamS(TakesSteps):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam."""
+        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam.
+
+        If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
+        """
         check_state_dict(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -362,8 +375,8 @@ class FusedAdamS(TakesSteps):
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in ADDED_LATER.items():
+        for group in (self.defaults, *self.param_groups):
+            for key, value in (*ADDED_LATER.items(), ("decay", self.options.decay)):
                 group.setdefault(key, value)
         self._handle = new_handle(self)
         self.__dict__.setdefault("_in_graphs", [])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import captures
-from swd_fused.group_checks import check_group
+from swd_fused.group_checks import check_decay, check_group
 from swd_fused.options import Decay
 from swd_fused.transfer import from_host, to_device
 
@@ -190,6 +190,7 @@ class HyperRows:
         if not is_known:
             for group in groups:
                 check_group(group)
+                check_decay(group, self._decay)
             self._rows = hyper_rows(groups, self._decay)
             # A list, or a tensor among the betas, can change without becoming another object.
             can_change = any(type(values[0]) is not tuple or any(map(_is_tensor, values[0])) for values in seen)
@@ -199,7 +200,7 @@ class HyperRows:
 
 _VALUES = itemgetter(
     *("betas", "lr", "eps", "weight_decay", "max_decay"),
-    *("maximize", "bias_correction", "adamw_weight_decay"),
+    *("maximize", "bias_correction", "adamw_weight_decay", "decay"),
 )
 
 
