@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
+from swd_fused.decay_warning import ADVICE, CALIBRATED_ADVICE, DecayWarning
 from swd_fused.options import Decay, Options, is_number, message
 from swd_fused.schedule import Hyper, hyper_rows
+from swd_fused.transfer import is_fake
 
 CALIBRATION_STEPS = 100
 
@@ -20,9 +22,10 @@ CALIBRATION_STEPS = 100
 class InAdamWTerms(Optimizer):
     """The part of FusedAdamS that translates between its own weight decay and AdamW's.
 
-    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value. When its `calibration_steps`
-    have been taken, `weight_decay` is set so that the schedule would have decayed as much in the last of them, and the
-    schedule takes over. Both are entries of the group, so they are saved and loaded with it.
+    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value; or, as long as its
+    `weight_decay` is 0, not at all. When its `calibration_steps` have been taken, `weight_decay` is set so that the
+    schedule would have decayed as much in the last of them, and the schedule takes over. Both are entries of the group,
+    so they are saved and loaded with it.
     """
 
     param_groups: list[dict[str, Any]]
@@ -30,6 +33,8 @@ class InAdamWTerms(Optimizer):
     grad_norm: Tensor
     skipped_steps: Tensor
     options: Options
+    _decay_warning: DecayWarning
+    _skips_before: dict[int, Tensor]  # skipped_steps when calibration was first counted, by id of the group
 
     def effective_weight_decay(self) -> list[float]:
         """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
@@ -71,17 +76,43 @@ class InAdamWTerms(Optimizer):
 
     def _calibration_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+        decays = group.get("weight_decay", self.defaults["weight_decay"]) != 0
         if "adamw_weight_decay" in group:
+            if group["adamw_weight_decay"] and not decays:
+                raise ValueError(
+                    f"FusedAdamS got a parameter group with adamw_weight_decay={group['adamw_weight_decay']!r}, but "
+                    "with weight_decay=0, which makes it decay not at all. Use one of the two."
+                )
             steps = group.get("calibration_steps", self.defaults["calibration_steps"] or None)
             return checked_calibration(group["adamw_weight_decay"], steps, self.options.decay)
-        if group.get("weight_decay") == 0:
-            return checked_calibration(None, None, self.options.decay)
-        return {}
+        return {} if decays else checked_calibration(None, None, self.options.decay)
 
-    def _count_calibration_step(self) -> None:
-        for group in self.param_groups:
-            if group["calibration_steps"]:
-                group["calibration_steps"] -= 1
+    def _decay_advice(self) -> str:
+        """Returns what a warning is to advise. Who has asked in AdamW's terms need not be told to."""
+        known = self.__dict__.get("_decay_warning")
+        asked = any(entries.get("adamw_weight_decay") is not None for entries in (self.defaults, *self.param_groups))
+        return CALIBRATED_ADVICE if asked or (known and known.advice is CALIBRATED_ADVICE) else ADVICE
+
+    def _count_calibration_step(self, skip: Tensor | None) -> None:
+        """Counts a step that was taken, or skipped where `skip` is not 0.
+
+        Where only the device knows, the step counts as taken until the host waits for the device: when calibration
+        seems to be at its end, or is saved.
+        """
+        calibrated = [group for group in self.param_groups if group["calibration_steps"]]
+        for group in calibrated:
+            group["calibration_steps"] -= 1
+            if skip is not None and id(group) not in self._skips_before:
+                self._skips_before[id(group)] = self.skipped_steps - skip
+        if skip is not None and skip.is_cpu and not is_fake(skip):
+            self._take_back_skipped_steps(calibrated)
+
+    def _take_back_skipped_steps(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes back what was counted of skipped steps. May wait for the device."""
+        for group in groups:
+            before = self._skips_before.pop(id(group), None)
+            if before is not None:
+                group["calibration_steps"] += int(self.skipped_steps) - int(before)
 
     def _end_calibration(self) -> None:
         """Lets the schedule take over in groups that have taken their last step of calibration.
@@ -91,10 +122,17 @@ class InAdamWTerms(Optimizer):
         for group in self.param_groups:
             if group["adamw_weight_decay"] is None or group["calibration_steps"]:
                 continue
+            self._take_back_skipped_steps([group])
+            if group["calibration_steps"]:
+                continue
+            if group["weight_decay"] == 0:
+                group["adamw_weight_decay"] = None
+                continue
             mean = float(self.exp_avg_sq_mean)
             if 0 < mean < math.inf:
                 group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
                 group["adamw_weight_decay"] = None
+                self._decay_warning.advice = CALIBRATED_ADVICE
 
 
 def checked_calibration(weight_decay: float | None, steps: int | None, decay: Decay) -> dict[str, Any]:

@@ -163,7 +163,6 @@ class FusedAdamS(TakesSteps):
         self.grad_sumsq_provider = None
         self._sharded_over = ShardedOver.checked(process_group)
         self._handle = new_handle(self)
-        self._decay_warning = DecayWarning(is_fresh=True)
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = StepBefore(self._pass_one)
         self._in_graphs: list[Bucket] = []  # which go on with them, even after other state was loaded
@@ -190,6 +189,7 @@ class FusedAdamS(TakesSteps):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
+        self._decay_warning = DecayWarning(self._decay_advice(), is_fresh=True)
         check_some_group_decays(adamw_weight_decay, self.param_groups)
         check_use_of_seed(self.options, self.param_groups)
         warn_without_codes(self.param_groups)
@@ -333,6 +333,7 @@ class FusedAdamS(TakesSteps):
             for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
                 group["weight_decay"] = weight_decay
         """
+        self._take_back_skipped_steps(self.param_groups)
         self._end_calibration()  # a resumed run would not know the mean that it waits for
         state_dict = super().state_dict()
         groups = [
@@ -369,6 +370,7 @@ class FusedAdamS(TakesSteps):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
+        self._take_back_skipped_steps(self.param_groups)
         state = defaultdict(dict, with_separate_steps(self.state))
         return {**super().__getstate__(), "state": state, **{name: getattr(self, name) for name in ATTRIBUTES}}
 
@@ -383,4 +385,5 @@ class FusedAdamS(TakesSteps):
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()
-        self._decay_warning = DecayWarning(is_fresh=not self.state)  # Accelerate loads what is new into itself
+        is_fresh = not self.state  # Accelerate loads what is new into itself
+        self._decay_warning = DecayWarning(self._decay_advice(), is_fresh)

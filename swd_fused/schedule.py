@@ -165,12 +165,17 @@ def hyper_rows(groups: Sequence[Mapping[str, Any]], decay: Decay = "scheduled") 
             group["weight_decay"] if decay == "scheduled" and group.get("adamw_weight_decay") is None else 0.0,
             group["max_decay"],
             -1.0 if group["maximize"] else 1.0,
-            group["weight_decay"] if decay == "decoupled" else group.get("adamw_weight_decay") or 0.0,
+            group["weight_decay"] if decay == "decoupled" else _calibrated_decay(group),
             group["weight_decay"] if decay == "l2" else 0.0,
             float(group.get("bias_correction", True)),
         )
         for group in groups
     ]
+
+
+def _calibrated_decay(group: Mapping[str, Any]) -> float:
+    """Returns AdamW's decay of a group that is calibrated. Users switch it off as they do the schedule's."""
+    return group.get("adamw_weight_decay") or 0.0 if group["weight_decay"] > 0 else 0.0
 
 
 class HyperRows:

@@ -15,7 +15,6 @@ from swd_fused import backends, captures
 from swd_fused.adamw_terms import InAdamWTerms
 from swd_fused.bucket import Bucket, Group
 from swd_fused.buckets import Buckets
-from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver
@@ -51,7 +50,6 @@ class TakesSteps(InAdamWTerms):
     _pass_one: PassOne
     _step_before: StepBefore
     _in_parts: FromCallerInParts
-    _decay_warning: DecayWarning
     _last: StepScalars | Tensor
     _in_graphs: list[Bucket]
 
@@ -192,7 +190,7 @@ class TakesSteps(InAdamWTerms):
             self._in_graphs += self._buckets.current
         if self.options.decay == "scheduled":
             if not self._in_parts.goes_on:
-                self._count_calibration_step()
+                self._count_calibration_step(scalars[2] if gate.may_skip else None)
             self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
 
     def _needs_one_pass(self) -> bool:
@@ -228,6 +226,7 @@ class TakesSteps(InAdamWTerms):
         self._buckets = self._new_buckets()
         self._step_before.forget()
         self._in_parts = FromCallerInParts()
+        self._skips_before = {}
 
     def _new_buckets(self) -> Buckets:
         return Buckets(
