@@ -69,7 +69,8 @@ class TakesSteps(InAdamWTerms):
 
     def collective(self, check: bool = True) -> Collective:
         """Returns the all-reduces over the ranks that share this optimizer's parameters."""
-        return self._ranks.collective(self.param_groups, check)
+        needed = "the schedule's mean" if self.options.decay == "scheduled" else "the gradients' norm"
+        return self._ranks.collective(self.param_groups, needed if check else None)
 
     def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
         check_not_in_backward(grad_sumsq)
@@ -83,7 +84,7 @@ class TakesSteps(InAdamWTerms):
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
                 return self._take_step(grads, grad_sumsq, numel)
-        ranks = self.collective(check=grad_sumsq is None)
+        ranks = self.collective(check=grad_sumsq is None and self._needs_all_ranks())
         gate = Gate(
             self.max_grad_norm,
             getattr(self, "grad_scale", None),
@@ -192,6 +193,10 @@ class TakesSteps(InAdamWTerms):
             if not self._in_parts.goes_on:
                 self._count_calibration_step(scalars[2] if gate.may_skip else None)
             self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
+
+    def _needs_all_ranks(self) -> bool:
+        """Tells whether an update depends on more than the parameter's own gradient and state."""
+        return self.options.decay == "scheduled" or self.max_grad_norm is not None or self.options.skip_nonfinite
 
     def _needs_one_pass(self) -> bool:
         """Tells whether nothing of this step's gradients must be known before the update."""

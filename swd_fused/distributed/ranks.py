@@ -34,10 +34,10 @@ class Ranks:
         known = self._shardings.get(id(param))
         return sharding_of(param, self._over(group)) if known is None else known
 
-    def collective(self, groups: Sequence[Group], check: bool) -> Collective:
+    def collective(self, groups: Sequence[Group], needed: str | None) -> Collective:
         """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same.
 
-        `check` is for steps whose result would be wrong if a parameter were a shard without looking like one.
+        `needed` is what would be wrong if a parameter were a shard without looking like one, None if nothing.
         """
         if not is_distributed():
             firsts = [(param, group) for group in groups for param in group["params"][:1]]
@@ -53,12 +53,12 @@ class Ranks:
             self._params = params
             self._collective = self.collective_of(by_group)
             self._checked = False
-        if check and not self._checked:
+        if needed is not None and not self._checked:
             # A group that says None for itself is known to be whole.
             unsaid = [group for group in groups if self._over(group) is None and "process_group" not in group]
             plain = [param for group in unsaid for param in group["params"] if not is_dtensor(param)]
             if plain:
-                refuse_unknown_shards(plain)
+                refuse_unknown_shards(plain, needed)
             self._checked = True
         return self._collective
 
