@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
+import torch
 from torch import Tensor
 
 from swd_fused import captures
@@ -40,6 +42,7 @@ class Arrangement:
         self._owned = [entry.owned for entry in entries]
         numbers = {entry.number for entry in entries}
         self._without_state = [number for number in range(len(params)) if number not in numbers]
+        self._followers: dict[int, ref[Tensor]] = {}  # by place among the entries
 
     def serves(
         self,
@@ -63,13 +66,38 @@ class Arrangement:
             bucket.second_moments_changed() for bucket in self.buckets
         )
 
-    def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Makes the entries' staged state the optimizer's."""
-        for entry in self._entries:
+    def commit(self, state: dict[Tensor, dict[str, Any]], earlier: Iterable[Arrangement]) -> None:
+        """Makes the entries' staged state the optimizer's.
+
+        The counters that it replaces follow the new ones if somebody else has them: whoever has put them into the
+        state, as torch's `swap_in_optimizer_params_and_state` does, expects steps to be counted in place. Those that
+        `earlier` arrangements have put there are ours, and hand on their own followers.
+        """
+        ours = {
+            (id(entry.owned), id(entry.staged["step"])): other._followers.get(place)
+            for other in earlier
+            for place, entry in enumerate(other._entries)
+        }
+        for place, entry in enumerate(self._entries):
+            step = entry.owned.get("step")
+            if isinstance(step, Tensor) and step is not entry.staged["step"] and not step.is_inference():
+                follower = ours.get((id(entry.owned), id(step)), ref(step))
+                if follower is not None:
+                    self._followers[place] = follower
             for key in entry.owned.keys() - entry.staged.keys():
                 del entry.owned[key]
             entry.owned.update(entry.staged)
             state[entry.param] = entry.owned
+
+    def advance_followers(self) -> None:
+        """Copies the step counts to whoever follows them, after a step. Most have no owner but the state, and are gone
+        by then."""
+        if not self._followers:
+            return
+        alive = {place: step for place, follower in self._followers.items() if (step := follower()) is not None}
+        self._followers = {place: self._followers[place] for place in alive}
+        if alive:
+            torch._foreach_copy_(list(alive.values()), [self._entries[place].staged["step"] for place in alive])
 
 
 class Buckets:
@@ -129,7 +157,7 @@ class Buckets:
         if arrangement is not last:
             self.were_changed = last is not None and last.was_changed(params)
             if is_new:
-                arrangement.commit(state)
+                arrangement.commit(state, self._kept)
             self._kept = [arrangement, *(kept for kept in self._kept if kept is not arrangement)][:ARRANGEMENTS_KEPT]
         else:
             self.were_changed = False
@@ -145,6 +173,8 @@ class Buckets:
         if self.are_captured:  # the writes are counted, and known only to the copies
             for bucket in self._kept[0].buckets:
                 bucket.note_versions()
+        else:  # a graph would go on writing to followers that are gone
+            self._kept[0].advance_followers()
 
     def _arrange(
         self,
