@@ -43,6 +43,7 @@ from swd_fused.state.load import (
 from swd_fused.state.moments import warn_without_codes
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, optimizer_step
+from swd_fused.step.decay_warning import CALIBRATED_ADVICE
 from swd_fused.step.release import GradientRelease, check_step_of_released
 from swd_fused.step.stepper import Stepper
 from swd_fused.tensors.description import backend_for
@@ -172,6 +173,7 @@ class FusedAdamS(Optimizer):
             **adamw_terms.checked_calibration(adamw_weight_decay, calibration_steps, options.decay),
             "bias_correction": compatibility.get("bias_correction", True),
             "state_dtype": state_dtype,
+            "decay": options.decay,
         }
         check_new_group({}, defaults)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
@@ -182,6 +184,8 @@ class FusedAdamS(Optimizer):
                     "was used before is empty."
                 )
         super().__init__(params, defaults)
+        if adamw_terms.is_in_adamw_terms(defaults, self.param_groups):
+            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
         adamw_terms.check_some_group_decays(adamw_weight_decay, self.param_groups)
         check_use_of_seed(options, self.param_groups)
         warn_without_codes(self.param_groups)
@@ -205,6 +209,7 @@ class FusedAdamS(Optimizer):
         check_total_numel_covers(self.total_numel, here)
         calibration = adamw_terms.calibration_of(param_group, self.defaults, self.options.decay)
         param_group = {**param_group, "params": params, **calibration}
+        param_group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
@@ -376,9 +381,16 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them."""
-        # A resumed run would not know the mean that calibration waits for.
-        adamw_terms.end_calibration(self.param_groups, self.exp_avg_sq_mean)
+        """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them.
+
+        `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
+        too small for AdamW. For an AdamW that loads it:
+
+            adamw.load_state_dict(optimizer.state_dict())
+            for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
+                group["weight_decay"] = weight_decay
+        """
+        self._settle_calibration()
         state_dict = super().state_dict()
         groups = [
             {key: value for key, value in group.items() if key != "process_group"}
@@ -388,7 +400,10 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam."""
+        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam.
+
+        If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
+        """
         check_state_dict(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -409,9 +424,15 @@ class FusedAdamS(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _settle_calibration(self) -> None:
+        """Has the groups say what a resumed run could not find out: skipped steps, and the mean at the end."""
+        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
+        self._stepper.end_calibration(self.param_groups)
+
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
         stepper = self._stepper
+        stepper.calibration.take_back_skipped(self.param_groups, stepper.skipped_steps)
         return {
             **super().__getstate__(),
             "state": defaultdict(dict, with_separate_steps(self.state)),
@@ -435,9 +456,11 @@ class FusedAdamS(Optimizer):
         else:
             last = None
         super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in ADDED_LATER.items():
+        for group in (self.defaults, *self.param_groups):
+            for key, value in (*ADDED_LATER.items(), ("decay", self.options.decay)):
                 group.setdefault(key, value)
+        if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
+            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
@@ -467,7 +490,7 @@ class FusedAdamS(Optimizer):
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        adamw_terms.end_calibration(self.param_groups, self.exp_avg_sq_mean)
+        self._stepper.end_calibration(self.param_groups)
         return adamw_terms.effective_weight_decay(self.param_groups, self.options.decay, self.exp_avg_sq_mean)
 
     def metrics(self) -> dict[str, float]:

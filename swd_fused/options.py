@@ -23,7 +23,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 # The key of master weights in the state; TransformerEngine's is the same.
 MASTER = "master_param"
 
-# What a parameter group may set for itself, and what holds for the optimizer as a whole.
+# What a parameter group may set for itself, and what holds for the optimizer as a whole. `decay` does, and is in the
+# groups all the same: there it is saved beside the values that it gives a meaning.
 GROUP_OPTIONS = (
     "lr",
     "betas",
@@ -37,11 +38,11 @@ GROUP_OPTIONS = (
     "bias_correction",
     "state_dtype",
     "process_group",
+    "decay",
 )
 GLOBAL_OPTIONS = (
     "max_grad_norm",
     "schedule",
-    "decay",
     "master_weights",
     "stochastic_rounding",
     "seed",

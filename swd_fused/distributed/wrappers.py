@@ -29,16 +29,19 @@ MARKS = {
 FRAMES = 20
 
 
-def refuse_unknown_shards(params: Iterable[Tensor]) -> None:
-    """Raises if plain tensors are shards by their marks or by who calls `step`. Slow: call it when `params` changed."""
+def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
+    """Raises if plain tensors are shards by their marks or by who calls `step`. Slow: call it when `params` changed.
+
+    `needed` is what the step would get wrong of them.
+    """
     if not is_distributed() or dist.get_world_size() == 1:
         return
     found = _mark(params) or _caller()
     if found is not None:
         who, advice = found
         raise RuntimeError(
-            f"FusedAdamS got plain tensors from {who}, which are shards: the schedule's mean would be that of this "
-            f"rank's, and wrong. To have it over the whole model, {advice}. Where nothing is sharded after all pass a "
+            f"FusedAdamS got plain tensors from {who}, which are shards: {needed} would be that of this rank's, and "
+            f"wrong. To have it over the whole model, {advice}. Where nothing is sharded after all pass a "
             "process_group of this rank alone."
         )
 

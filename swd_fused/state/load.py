@@ -19,6 +19,7 @@ from swd_fused.distributed.sharding import local_tensor, redistributed_like, sha
 from swd_fused.options import MASTER, Options
 from swd_fused.state import moments
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
+from swd_fused.state.loaded_decay import kept_decay
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.tensors.group_checks import check_group
 
@@ -30,8 +31,8 @@ REQUIRED = ("step", "exp_avg", "exp_avg_sq")
 # How torch's Adam was implemented when it saved, and the step counts that apex keeps in groups: not for our groups.
 FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step")
 
-# What a group keeps as it is: a resumed run may store its moments otherwise.
-OWN_KEYS = ("params", "state_dtype")
+# What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
+OWN_KEYS = ("params", "state_dtype", "decay")
 
 # For warnings from a function that `load_state_dict` calls. Two levels are those of torch's decorator.
 CALLER_OF_LOAD_STATE_DICT = 5
@@ -202,18 +203,12 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns a group with its own parameters and the saved hyper-parameters."""
     taken = {key: value for key, value in saved.items() if key not in (*OWN_KEYS, *FOREIGN_KEYS)}
-    group = {**own, **deepcopy(taken)}
+    kept, warning = kept_decay(own, saved, options.decay)
+    group = {**own, **deepcopy(taken), **kept}
     if isinstance(group["betas"], list):  # as JSON and YAML have it
         group["betas"] = tuple(group["betas"])
-    is_foreign = "max_decay" not in saved and options.decay == "scheduled"
-    if is_foreign and saved.get("weight_decay", 0) != own["weight_decay"]:
-        group["weight_decay"] = own["weight_decay"]
-        warnings.warn(
-            f"The state dict comes from another optimizer, whose weight_decay={saved.get('weight_decay', 0)!r} is not "
-            f"divided by the rms gradient: keeping weight_decay={own['weight_decay']!r}. To go on with the same decay "
-            "call optimizer.match_adamw(weight_decay=...) with the value that AdamW had.",
-            stacklevel=CALLER_OF_LOAD_STATE_DICT,
-        )
+    if warning is not None:
+        warnings.warn(warning, stacklevel=CALLER_OF_LOAD_STATE_DICT)
     check_group(group)
     return group
 

@@ -1,8 +1,9 @@
 """Translates between the schedule's weight decay and AdamW's, and makes the schedule start from AdamW's value.
 
-A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value. When its `calibration_steps`
-have been taken, `weight_decay` is set so that the schedule would have decayed as much in the last of them, and the
-schedule takes over. Both are entries of the group, so they are saved and loaded with it.
+A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value; or, as long as its
+`weight_decay` is 0, not at all. When its `calibration_steps` have been taken, `weight_decay` is set so that the
+schedule would have decayed as much in the last of them, and the schedule takes over. Both are entries of the group, so
+they are saved and loaded with it.
 """
 
 from __future__ import annotations
@@ -17,41 +18,81 @@ from torch import Tensor
 from swd_fused import schedule
 from swd_fused.options import Decay, is_number, message
 from swd_fused.tensors.hyper import GroupValues
+from swd_fused.tensors.transfer import is_fake
 
 CALIBRATION_STEPS = 100
 
 
+class Calibration:
+    """Counts the steps of calibration, and lets the schedule take over when they have been taken."""
+
+    def __init__(self) -> None:
+        self._skips_before: dict[int, Tensor] = {}  # by id of the group: skipped steps when its were first counted
+
+    def count(self, groups: Sequence[dict[str, Any]], skip: Tensor | None, skipped_steps: Tensor) -> None:
+        """Counts a step that was taken, or skipped where `skip` is not 0. `skipped_steps` are those so far.
+
+        Where only the device knows, the step counts as taken until the host waits for the device: when calibration
+        seems to be at its end, or is saved.
+        """
+        calibrated = [group for group in groups if group["calibration_steps"]]
+        for group in calibrated:
+            group["calibration_steps"] -= 1
+            if skip is not None and id(group) not in self._skips_before:
+                self._skips_before[id(group)] = skipped_steps - skip
+        if skip is not None and skip.is_cpu and not is_fake(skip):
+            self.take_back_skipped(calibrated, skipped_steps)
+
+    def take_back_skipped(self, groups: Sequence[dict[str, Any]], skipped_steps: Tensor) -> None:
+        """Takes back what was counted of skipped steps. May wait for the device."""
+        for group in groups:
+            before = self._skips_before.pop(id(group), None)
+            if before is not None:
+                group["calibration_steps"] += int(skipped_steps) - int(before)
+
+    def end(self, groups: Sequence[dict[str, Any]], exp_avg_sq_mean: Tensor, skipped_steps: Tensor) -> bool:
+        """Lets the schedule take over in groups that have taken their last step of calibration. Returns whether any
+        group has changed.
+
+        Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
+        """
+        has_changed = False
+        for group in groups:
+            if group["adamw_weight_decay"] is None or group["calibration_steps"]:
+                continue
+            self.take_back_skipped([group], skipped_steps)
+            if group["calibration_steps"]:
+                has_changed = True
+                continue
+            if group["weight_decay"] == 0:
+                group["adamw_weight_decay"] = None
+                has_changed = True
+                continue
+            mean = float(exp_avg_sq_mean)
+            if 0 < mean < math.inf:
+                group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
+                group["adamw_weight_decay"] = None
+                has_changed = True
+        return has_changed
+
+
 def calibration_of(group: Mapping[str, Any], defaults: Mapping[str, Any], decay: Decay) -> dict[str, Any]:
     """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
+    decays = group.get("weight_decay", defaults["weight_decay"]) != 0
     if "adamw_weight_decay" in group:
+        if group["adamw_weight_decay"] and not decays:
+            raise ValueError(
+                f"FusedAdamS got a parameter group with adamw_weight_decay={group['adamw_weight_decay']!r}, but with "
+                "weight_decay=0, which makes it decay not at all. Use one of the two."
+            )
         steps = group.get("calibration_steps", defaults["calibration_steps"] or None)
         return checked_calibration(group["adamw_weight_decay"], steps, decay)
-    if group.get("weight_decay") == 0:
-        return checked_calibration(None, None, decay)
-    return {}
+    return {} if decays else checked_calibration(None, None, decay)
 
 
-def count_calibration_step(groups: Sequence[dict[str, Any]]) -> None:
-    for group in groups:
-        if group["calibration_steps"]:
-            group["calibration_steps"] -= 1
-
-
-def end_calibration(groups: Sequence[dict[str, Any]], exp_avg_sq_mean: Tensor) -> bool:
-    """Lets the schedule take over in groups that have taken their last step of calibration. Returns whether any has.
-
-    Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing.
-    """
-    has_ended = False
-    for group in groups:
-        if group["adamw_weight_decay"] is None or group["calibration_steps"]:
-            continue
-        mean = float(exp_avg_sq_mean)
-        if 0 < mean < math.inf:
-            group["weight_decay"] = group["adamw_weight_decay"] * (math.sqrt(mean) + group["eps"])
-            group["adamw_weight_decay"] = None
-            has_ended = True
-    return has_ended
+def is_in_adamw_terms(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a user has asked for a decay in AdamW's terms."""
+    return any(entries.get("adamw_weight_decay") is not None for entries in (defaults, *groups))
 
 
 def effective_weight_decay(groups: Sequence[Mapping[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:

@@ -21,6 +21,12 @@ ADVICE = (
 )
 
 
+CALIBRATED_ADVICE = (
+    "It was matched to adamw_weight_decay when gradients were larger. Matched over more steps, with a larger "
+    "calibration_steps, for instance the warm-up, it is smaller."
+)
+
+
 class GroupDecay(NamedTuple):
     lr: float | None  # None: a tensor, read with the mean
     weight_decay: float
@@ -37,7 +43,7 @@ class DecayWarning:
 
     def __init__(self, advice: str = ADVICE, is_fresh: bool = False) -> None:
         """`is_fresh` is whether training begins here, so that the first steps are early ones."""
-        self._advice = advice
+        self.advice = advice
         self.early_steps_left = EARLY_STEPS if is_fresh else 0
         self.is_done = False
         self._message: str | None = None
@@ -87,12 +93,12 @@ class DecayWarning:
             if lr * scheduled > max_decay:
                 return (
                     f"max_decay={max_decay:g} binds in parameter group {index}: {acts_like} and would remove "
-                    f"{lr * scheduled:.3g} of each weight in one step. {self._advice}"
+                    f"{lr * scheduled:.3g} of each weight in one step. {self.advice}"
                 )
             if is_early and lr > 0 and scheduled > FAR_BEYOND_ADAMW:
                 return (
                     f"The weight decay of parameter group {index} is far beyond what is used with AdamW, 0.01 to 0.3: "
-                    f"{acts_like}. {self._advice} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."
+                    f"{acts_like}. {self.advice} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."
                 )
         return None
 

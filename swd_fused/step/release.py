@@ -171,7 +171,8 @@ class GradientRelease:
         description = stepper.described(self._inputs(params, values, self._state))
         ranks = description.ranks
         try:
-            description.refuse_unknown_shards()
+            if stepper.options.uses_sums:
+                description.refuse_unknown_shards()
             description.begin(values)
             if step.mean is None:
                 if not stepper.step_before.has_stepped(description.buckets, ranks):

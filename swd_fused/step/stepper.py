@@ -16,8 +16,8 @@ from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
-from swd_fused.step.adamw_terms import count_calibration_step, end_calibration
-from swd_fused.step.decay_warning import DecayWarning
+from swd_fused.step.adamw_terms import Calibration
+from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
 from swd_fused.step.sums import (
     FromCaller,
     FromCallerInParts,
@@ -58,6 +58,7 @@ class Stepper:
         self.last: StepScalars | Tensor = torch.full((3,), math.nan, device="cpu")
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.decay_warning = DecayWarning(is_fresh=is_fresh)
+        self.calibration = Calibration()
         self._values: GroupValues | None = None
         self._kept: list[Description] = []  # the one of the last step comes first
         self._in_graphs: list[
@@ -74,10 +75,11 @@ class Stepper:
         """Forgets the steps so far, after other state was loaded or copied. `last` is what the last step has left."""
         self.forget()
         self.last = torch.full((3,), math.nan, device="cpu") if last is None else last
-        self.decay_warning = DecayWarning(is_fresh=is_fresh)
+        self.decay_warning = DecayWarning(self.decay_warning.advice, is_fresh)
 
     def forget(self) -> None:
         """Drops everything that is kept beside the state."""
+        self.calibration = Calibration()
         self._values, self._kept = None, []
         self.step_before.forget()
         self._in_parts.forget()
@@ -143,11 +145,18 @@ class Stepper:
         values = self._values
         if values is None or not values.hold(groups):
             values = self._values = GroupValues(groups, self.options.decay)
-        if values.is_calibrating and end_calibration(groups, self.last[0]):
+        if values.is_calibrating and self.end_calibration(groups):
             values = self._values = GroupValues(groups, self.options.decay)
         if self.decay_warning.is_due:
             self.decay_warning.warn()
         return values
+
+    def end_calibration(self, groups: Groups) -> bool:
+        """Lets the schedule take over where calibration has ended. Returns whether a group has changed."""
+        has_changed = self.calibration.end(groups, self.last[0], self.skipped_steps)
+        if has_changed:
+            self.decay_warning.advice = CALIBRATED_ADVICE
+        return has_changed
 
     def described(self, inputs: StepInput) -> Description:
         """Returns a description of these tensors: one that still holds, or a new one.
@@ -165,9 +174,9 @@ class Stepper:
         if last is not None and last.left_is_stale(inputs.state, inputs.params):
             self.step_before.forget()
         if is_new:
-            step.commit(inputs.state)
+            step.commit(inputs.state, self._kept)
             if last is not None:
-                step.take_over_sums(last)
+                step.take_over(last)
         others = [kept for kept in self._kept if kept is not step and not kept.shares_params_with(inputs.params)]
         self._kept = [step, *others][:DESCRIPTIONS_KEPT]
         return step
@@ -199,7 +208,7 @@ class Stepper:
         if self.options.decay != "scheduled":
             return
         if values.is_calibrating and not self._in_parts.is_same_step:
-            count_calibration_step(groups)
+            self.calibration.count(groups, scalars[2] if may_skip else None, self.skipped_steps)
         mean, warning = scalars[0], self.decay_warning
         if type(mean) is Tensor and mean.is_cpu and float(mean) >= values.harmless_mean:
             warning.early_steps_left -= 1

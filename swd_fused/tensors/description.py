@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Description:
         self._is_distributed = is_distributed()
         self._param_ids = list(map(id, self._params))
         self._state_ids: list[int] = []  # until `commit`
+        self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
         self._entries = self._new_entries(groups, state, grads)
         self._whole_params = [entry.param for entry in self._entries]
         self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
@@ -196,9 +198,24 @@ class Description:
         self._forms: Forms = list(map(DTYPE, looks)), list(map(Tensor.numel, looks)), list(map(Tensor.stride, looks))
         self._hand_over(grads, list(map(Tensor.data_ptr, found)), present)
 
-    def commit(self, state: State) -> None:
-        """Makes the staged state the optimizer's. Nothing is refused after this."""
+    def commit(self, state: State, earlier: Sequence[Description]) -> None:
+        """Makes the staged state the optimizer's. Nothing is refused after this.
+
+        Counters that it replaces follow the new ones if somebody else has them: whoever has put them into the state, as
+        torch's `swap_in_optimizer_params_and_state` does, expects steps to be counted in place. Those that `earlier`
+        descriptions have put there are ours, and hand on their own followers.
+        """
+        ours = {
+            (id(entry.owned), id(entry.staged["step"])): other._followers.get(entry.number)
+            for other in earlier
+            for entry in other._entries
+        }
         for entry in self._entries:
+            step = entry.owned.get("step")
+            if isinstance(step, Tensor) and step is not entry.staged["step"] and not step.is_inference():
+                follower = ours.get((id(entry.owned), id(step)), ref(step))
+                if follower is not None:
+                    self._followers[entry.number] = follower
             for key in entry.owned.keys() - entry.staged.keys():
                 del entry.owned[key]
             entry.owned.update(entry.staged)
@@ -206,6 +223,15 @@ class Description:
         held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
         self._held = [*state, *held]  # so that nobody else gets their ids
         self._state_ids = list(map(id, self._held))
+
+    def _advance_followers(self) -> None:
+        """Copies the step counts to whoever follows them, after a step. Most have no owner but the state, and are gone
+        by then."""
+        alive = {number: step for number, follower in self._followers.items() if (step := follower()) is not None}
+        self._followers = {number: self._followers[number] for number in alive}
+        own = {entry.number: entry.staged["step"] for entry in self._entries}
+        if alive:
+            torch._foreach_copy_(list(alive.values()), [own[number] for number in alive])
 
     def left_is_stale(self, state: Mapping[Tensor, dict[str, Any]], params: Iterable[Tensor]) -> bool:
         """Returns whether the sums that the last step left are no longer those of the optimizer's second moments."""
@@ -216,7 +242,7 @@ class Description:
                 return True
         return versions(self._averaged) != self._versions
 
-    def take_over_sums(self, last: Description) -> None:
+    def take_over(self, last: Description) -> None:
         """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
         are_same = len(last._averaged) == len(self._averaged) and all(map(is_, last._averaged, self._averaged))
         is_same_division = [bucket.numbers for bucket in last.buckets] == [bucket.numbers for bucket in self.buckets]
@@ -235,7 +261,8 @@ class Description:
     def refuse_unknown_shards(self) -> None:
         """Raises if a parameter is a shard without looking like one, for steps whose result would be wrong then."""
         if self.may_have_unknown_shards:
-            refuse_unknown_shards(self._unchecked)
+            needed = "the schedule's mean" if self.options.decay == "scheduled" else "the gradients' norm"
+            refuse_unknown_shards(self._unchecked, needed)
             self.may_have_unknown_shards = False
 
     def begin(self, values: GroupValues) -> None:
@@ -255,6 +282,8 @@ class Description:
             if bucket.has_counted_writes:
                 self.note_versions()
                 bucket.has_counted_writes = False
+        if self._followers and not self.are_captured:  # a graph would go on writing to followers that are gone
+            self._advance_followers()
 
     def note_versions(self) -> None:
         """Accepts the second moments as they are."""

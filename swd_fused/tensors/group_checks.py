@@ -13,6 +13,7 @@ from swd_fused.options import (
     GLOBAL_OPTIONS,
     GROUP_OPTIONS,
     STATE_DTYPES,
+    Decay,
     did_you_mean,
     is_number,
     message,
@@ -39,6 +40,7 @@ def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             raise ValueError(f"FusedAdamS got an unknown key {name}={value!r} in a parameter group.{advice}")
     refuse_differentiable(group)
     whole = {**defaults, **group}
+    check_decay(whole, defaults["decay"])
     check_group(whole)
     lr = whole["lr"]
     if isinstance(lr, Tensor) and not 0 <= float(lr) < math.inf:
@@ -49,6 +51,15 @@ def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     if not isinstance(whole["bias_correction"], bool):
         raise ValueError(message("bias_correction", whole["bias_correction"], "True or False"))
     check_state_dtype(whole["state_dtype"])
+
+
+def check_decay(group: Mapping[str, Any], decay: Decay) -> None:
+    """Refuses a group whose kind of decay is not that of the optimizer."""
+    if group["decay"] != decay:
+        raise ValueError(
+            f"FusedAdamS got decay={group['decay']!r} in a parameter group, but it holds for all groups, and this "
+            f"optimizer has decay={decay!r}. Pass it to the constructor: FusedAdamS(..., decay={group['decay']!r})."
+        )
 
 
 def check_state_dtype(state_dtype: object) -> None:

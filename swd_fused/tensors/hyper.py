@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swd_fused.options import GROUP_OPTIONS, Decay
 from swd_fused.tensors import graphs
-from swd_fused.tensors.group_checks import check_group
+from swd_fused.tensors.group_checks import check_decay, check_group
 from swd_fused.tensors.transfer import from_host
 
 Group = Mapping[str, Any]
@@ -49,13 +49,13 @@ class HyperRow(NamedTuple):
     corrects_bias: float  # 1 or 0
 
 
-def hyper_row(group: Group, decay: Decay) -> HyperRow:
-    """Checks a group and returns its row. Betas that are tensors are read, which may wait for their device."""
+def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
+    """Returns a group's row, after checking the group if it is FusedAdamS's own. Betas that are tensors are read."""
     lr, betas, eps, weight_decay, max_decay = NUMBERS(group)
     calibrated, maximize = group.get("adamw_weight_decay"), group["maximize"]
     bias_correction = group.get("bias_correction", True)
     # What groups mostly have is looked at here, since a scheduler changes some of it in each step.
-    if not (
+    if check and not (
         group.keys() <= USUAL_KEYS
         and type(lr) is type(eps) is type(weight_decay) is type(max_decay) is float
         and type(betas) is tuple
@@ -70,8 +70,10 @@ def hyper_row(group: Group, decay: Decay) -> HyperRow:
         and 0 <= betas[0] < 1
         and 0 <= betas[1] < 1
         and group["calibration_steps"] == 0
+        and group["decay"] == decay
     ):
         check_group(group)
+        check_decay(group, decay)
     beta1, beta2 = betas
     return HyperRow(
         -1.0 if isinstance(lr, Tensor) else max(0.0, lr),
@@ -81,7 +83,8 @@ def hyper_row(group: Group, decay: Decay) -> HyperRow:
         weight_decay if decay == "scheduled" and calibrated is None else 0.0,
         max_decay,
         -1.0 if maximize else 1.0,
-        weight_decay if decay == "decoupled" else calibrated or 0.0,
+        # Users switch calibrated decay off as they do the schedule's.
+        weight_decay if decay == "decoupled" else calibrated or 0.0 if weight_decay > 0 else 0.0,
         weight_decay if decay == "l2" else 0.0,
         float(bias_correction),
     )
@@ -133,7 +136,7 @@ class GroupValues:
         harmless_rms = 0.0
         can_change = False  # without becoming another object
         for index, group in enumerate(groups):
-            row = hyper_row(group, decay)
+            row = hyper_row(group, decay, check=True)
             self.rows.append(row)
             self.kinds.append(
                 (len(group["params"]), group["amsgrad"], group["state_dtype"], group.get("process_group"))

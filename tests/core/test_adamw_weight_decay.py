@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
+from swd_fused.step import adamw_terms
 from swd_fused.step.decay_warning import EARLY_STEPS
+from tests.device import DEVICE
 from tests.runs import error, random_grads, random_params, run, to_numpy
 
 SHAPES = [(20,), (30,), (7, 5)]
@@ -87,6 +89,115 @@ def test_groups_of_their_own() -> None:
     assert (second["adamw_weight_decay"], second["calibration_steps"]) == (0.1, 100)
 
 
+# --- weight_decay=0 in a group that is calibrated
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_decay_that_is_switched_off_stays_off(backend: str, steps_before: int) -> None:
+    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, STEPS + 2, torch.float64)
+    twins = copy.deepcopy(params)
+    optimizer = new(params, backend)
+    adamw = torch.optim.AdamW([{"params": twins[:2], "eps": 1e-4}, {"params": twins[2:]}], lr=0.01, weight_decay=0.0)
+    adamw.param_groups[0]["weight_decay"] = 0.1
+    for step, step_grads in enumerate(grads):
+        if step == steps_before:
+            optimizer.param_groups[0]["weight_decay"] = adamw.param_groups[0]["weight_decay"] = 0.0
+        run(params, [step_grads], optimizer)
+        run(twins, [step_grads], adamw)
+        assert error(params, [to_numpy(twin) for twin in twins]) < 1e-15
+        assert optimizer.effective_weight_decay()[0] == (0.1 if step < steps_before else 0.0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert optimizer.param_groups[0]["adamw_weight_decay"] is None
+
+
+def test_decay_that_is_switched_on_again_is_adamws(backend: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = new(params, backend)
+    optimizer.param_groups[0]["weight_decay"] = 0
+    run(params, random_grads(SHAPES, 1), optimizer)
+    optimizer.param_groups[0]["weight_decay"] = 1e-3
+    run(params, random_grads(SHAPES, 1), optimizer)
+    assert optimizer.effective_weight_decay()[0] == pytest.approx(0.1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [
+        ([{}], {"weight_decay": 0.0, "adamw_weight_decay": 0.1}),
+        ([{"adamw_weight_decay": 0.2}], {"weight_decay": 0.0}),
+        ([{"adamw_weight_decay": 0.2, "weight_decay": 0.0}, {}], {}),
+    ],
+)
+def test_both_decay_and_none_are_refused(groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"adamw_weight_decay=0\.\d, but .* weight_decay=0"):
+        FusedAdamS([{**group, "params": random_params([(3,)])} for group in groups], **options)
+
+
+# --- Skipped steps are no steps of calibration
+
+
+@pytest.fixture(params=["read at once", "read at the end"])
+def _when_skips_are_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host learns only when calibration ends, or is saved, what was skipped."""
+    if request.param == "read at the end":
+        monkeypatch.setattr(adamw_terms, "is_fake", lambda skip: True)
+
+
+@pytest.mark.usefixtures("_when_skips_are_read")
+@pytest.mark.parametrize("skipped_at", [[0], [1], [STEPS - 1], [0, 1, 4], [STEPS - 1, STEPS, STEPS + 1]], ids=str)
+def test_skipped_steps_do_not_count(backend: str, skipped_at: list[int]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, STEPS + 2)
+    twins = copy.deepcopy(params)
+    optimizer, twin = new(params, backend, skip_nonfinite=True), new(twins, backend)
+    run(twins, grads, twin)
+    bad = [torch.full(shape, math.inf) for shape in SHAPES]
+    good = iter(grads)
+    run(params, [bad if step in skipped_at else next(good) for step in range(len(grads) + len(skipped_at))], optimizer)
+    assert int(optimizer.skipped_steps) == len(skipped_at)
+    assert optimizer.param_groups[0]["weight_decay"] == twin.param_groups[0]["weight_decay"]
+    assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.usefixtures("_when_skips_are_read")
+@pytest.mark.parametrize("how", ["state dict", "deepcopy"])
+def test_skipped_steps_are_not_saved_as_taken(backend: str, how: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = new(params, backend, skip_nonfinite=True)
+    bad = [torch.full(shape, math.nan) for shape in SHAPES]
+    run(params, [*random_grads(SHAPES, 1), bad, bad], optimizer)
+    resumed = copy.deepcopy(optimizer)
+    if how == "state dict":
+        resumed = new(params, backend, skip_nonfinite=True)
+        resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["calibration_steps"] == STEPS - 1
+
+
+@pytest.mark.usefixtures("_when_skips_are_read")
+def test_steps_that_a_grad_scaler_skips_do_not_count(backend: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = new(params, backend)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    for value in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(sum((param * value).sum() for param in params)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.state_dict()["param_groups"][0]["calibration_steps"] == STEPS - 2
+
+
+@pytest.mark.usefixtures("_when_skips_are_read")
+def test_skipped_steps_before_a_calibration_are_not_part_of_it(backend: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params, skip_nonfinite=True, backend=backend)
+    bad = [torch.full(shape, math.nan) for shape in SHAPES]
+    run(params, [*random_grads(SHAPES, 1), bad, bad], optimizer)
+    optimizer.match_adamw(weight_decay=0.1)
+    run(params, random_grads(SHAPES, 1), optimizer)
+    assert optimizer.effective_weight_decay()[0] == pytest.approx(0.1, rel=1e-9)
+    assert optimizer.param_groups[0]["adamw_weight_decay"] is None
+
+
 # --- The warning early in training
 
 
@@ -104,6 +215,24 @@ def test_adamws_value_out_of_habit_warns_though_max_decay_does_not_bind(reload: 
     with pytest.warns(UserWarning, match=r"acts like 161 in AdamW.*adamw_weight_decay=.*weight_decay=6e-05") as caught:
         trained(1, 6.2e-4, 0.1, reload)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("ask", ["constructor", "group", "match_adamw", "resumed"])
+def test_who_has_asked_in_adamws_terms_is_not_told_to(ask: str) -> None:
+    """Gradients were a thousand times larger when the decay was matched than they are now."""
+    param = torch.nn.Parameter(torch.ones(10))
+    asked = {"adamw_weight_decay": 0.1, "calibration_steps": 1}
+    groups = [{"params": [param], **(asked if ask == "group" else {})}]
+    optimizer = FusedAdamS(groups, lr=1e-3, betas=(0.9, 0.5), **(asked if ask in ("constructor", "resumed") else {}))
+    if ask == "match_adamw":
+        optimizer.match_adamw(0.1)
+    run([param], [[torch.full((10,), 1.0)]] * 2, optimizer)
+    if ask == "resumed":
+        saved, optimizer = optimizer.state_dict(), FusedAdamS(groups, lr=1e-3, betas=(0.9, 0.5), **asked)
+        optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=r"acts like .* in AdamW.*calibration_steps") as caught:
+        run([param], [[torch.full((10,), 1e-6)]] * 60, optimizer)
+    assert not any("match_adamw" in str(warning.message) for warning in caught)
 
 
 def test_the_papers_values_do_not_warn() -> None:

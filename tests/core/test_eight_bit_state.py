@@ -55,7 +55,7 @@ def test_adamw_state_loads_into_8_bits() -> None:
     adamw = torch.optim.AdamW(params)
     run(params, random_grads([(16, 300)], 2), adamw)
     optimizer = trained({"state_dtype": "8bit"}, steps=0)
-    with pytest.warns(UserWarning, match="comes from another optimizer"):
+    with pytest.warns(UserWarning, match="for AdamW's decoupled decay"):
         optimizer.load_state_dict(adamw.state_dict())
     assert optimizer.state[optimizer.numbered_params()[0]].keys() == CODED_KEYS
 

@@ -287,7 +287,7 @@ def test_adams_state_is_taken_over_and_given_back() -> None:
     own = ScheduledWeightDecay(torch.optim.Adam(params), 1e-2)
     own.load_state_dict(adam.state_dict())
     other = FusedAdamS(twins, weight_decay=1e-2)
-    with pytest.warns(UserWarning, match="another optimizer"):
+    with pytest.warns(UserWarning, match="for Adam's L2 regularization"):
         other.load_state_dict(adam.state_dict())
     run(params, grads[10:], own)
     run(twins, grads[10:], other)

@@ -1,0 +1,113 @@
+"""Steps with other parameters and other state for a while, as torch 2.15's swap_in_optimizer_params_and_state does."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS
+from tests.runs import random_grads, random_params, run
+
+SHAPES = [(6,), (3, 4), ()]
+
+Params = list[torch.nn.Parameter]
+
+
+@contextmanager
+def swapped_in(optimizer: torch.optim.Optimizer, params: Params, state_dict: dict[str, Any]) -> Iterator[None]:
+    """Does what torch's does: only what is written to the state dict's tensors in place is seen afterwards."""
+    own_state, own_groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    given = iter(params)
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        assert group.keys() == saved.keys(), "torch raises if they are not the same"
+        group.update({**saved, "params": [next(given) for _ in saved["params"]]})
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            state[param] = dict(state_dict["state"].get(key, {}))
+    optimizer.state = state
+    try:
+        yield
+    finally:
+        optimizer.state = own_state
+        for group, own in zip(optimizer.param_groups, own_groups, strict=True):
+            group.clear()
+            group.update(own)
+
+
+def steps_of(state_dict: dict[str, Any]) -> list[float]:
+    return [float(state["step"]) for state in state_dict["state"].values()]
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_the_callers_state_goes_on(backend: str, schedule: str) -> None:
+    """Each context ends with all of the state as an optimizer of its own would leave it."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
+    optimizer = FusedAdamS(params, schedule=schedule, backend=backend)
+    run(params, grads[:2], optimizer)
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    twin = FusedAdamS(twins, schedule=schedule, backend=backend)
+    twin.load_state_dict(state_dict)
+    run(twins, grads[2:5], twin)
+
+    tensors = [state["step"] for state in state_dict["state"].values()]
+    with swapped_in(optimizer, others, state_dict):
+        run(others, grads[2:4], optimizer)
+        assert steps_of(state_dict) == [4.0] * 3
+    with swapped_in(optimizer, others, state_dict):
+        run(others, grads[4:5], optimizer)
+    assert steps_of(state_dict) == [5.0] * 3
+    assert all(state["step"] is tensor for state, tensor in zip(state_dict["state"].values(), tensors, strict=True))
+    assert all(map(torch.equal, others, twins))
+    assert steps_of(optimizer.state_dict()) == [2.0] * 3
+    run(params, grads[5:], optimizer)
+    assert steps_of(optimizer.state_dict()) == [3.0] * 3
+
+
+def test_the_optimizers_own_state_goes_on_under_other_parameters(backend: str) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, grads[:2], optimizer)
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    with swapped_in(optimizer, others, optimizer.state_dict()):
+        run(others, grads[2:3], optimizer)
+    assert steps_of(optimizer.state_dict()) == [3.0] * 3
+    run(params, grads[3:], optimizer)
+    assert steps_of(optimizer.state_dict()) == [4.0] * 3
+
+
+def test_a_skipped_step_does_not_count(backend: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params, skip_nonfinite=True, backend=backend)
+    run(params, random_grads(SHAPES, 2), optimizer)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    others = random_params(SHAPES)
+    with swapped_in(optimizer, others, state_dict):
+        run(others, [[torch.full(shape, torch.nan) for shape in SHAPES]], optimizer)
+        assert steps_of(state_dict) == [2.0] * 3
+        run(others, random_grads(SHAPES, 1), optimizer)
+    assert steps_of(state_dict) == [3.0] * 3
+
+
+def test_counters_that_a_user_keeps_advance(backend: str) -> None:
+    """As they do in torch's optimizers, also where gradients come and go, and a parameter takes its first step."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, [[*grads[0][:2], None]], optimizer)
+    mine = [torch.tensor(10.0) for _ in params[:2]]
+    for param, step in zip(params, mine, strict=False):
+        optimizer.state[param]["step"] = step
+    counts = []
+    for step_grads in ([*grads[1][:2], None], [None, grads[2][1], None], grads[3]):
+        run(params, [step_grads], optimizer)
+        counts.append([float(step) for step in mine])
+    assert counts == [[11.0, 11.0], [11.0, 12.0], [12.0, 13.0]]
+    assert steps_of(optimizer.state_dict()) == [12.0, 13.0, 1.0]
