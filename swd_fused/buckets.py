@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swd_fused import captures
 from swd_fused.distributed.sharding import Sharding
-from swd_fused.group_checks import check_grads
+from swd_fused.group_checks import check_grads, check_params
 from swd_fused.moments import has_moments
 from swd_fused.options import Options, StateDtype
 from swd_fused.schedule import HyperRow, HyperRows
@@ -158,6 +158,7 @@ class Buckets:
         by_kind: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         group_indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
         present = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        check_params(params, "all groups")
         check_grads([param for param, _ in present], [grad for _, grad in present])
         for number, (index, param, grad) in enumerate(zip(group_indices, params, grads, strict=True)):
             owned = state.get(param) or {}

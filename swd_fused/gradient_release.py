@@ -72,6 +72,11 @@ class GradientRelease:
         refuse_late_reduction(optimizer.numbered_params())
         self._watch()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward pass has begun a step that `optimizer.step()` has still to end."""
+        return self._step is not None
+
     def remove(self) -> None:
         """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
         for hook in self._hooks.values():
@@ -147,6 +152,7 @@ class GradientRelease:
                 self._knows_wrappers = True
             optimizer._end_calibration()
             optimizer._decay_warning.warn()
+            optimizer.collective(check=False)  # makes other buckets if process groups were set anew
             self._step = ReleasedStep(optimizer._buckets, keeps_gradients=not has_state(optimizer))
         return self._step
 
@@ -298,13 +304,14 @@ def check_can_release(needs_one_pass: bool, max_grad_norm: float | None, options
     if max_grad_norm is not None or options.skip_nonfinite:
         got = "skip_nonfinite=True" if max_grad_norm is None else f"max_grad_norm={max_grad_norm!r}"
         raise ValueError(
-            f"release_gradients was called with {got}, which needs the norm of all gradients before the first update. "
-            "Leave that out, or gradient release."
+            f"release_gradients does not go with {got}, which needs the norm of all gradients before the first update. "
+            "Leave that out, or gradient release, which remove() of what it returned ends."
         )
     if not needs_one_pass:
         raise ValueError(
-            'release_gradients was called with schedule="exact": its mean is not known before all gradients are. Use '
-            'schedule="lagged", whose mean is that of the step before.'
+            'release_gradients does not go with schedule="exact", whose mean is not known before all gradients are. '
+            'Use schedule="lagged", whose mean is that of the step before; or end gradient release by remove() of what '
+            "it returned."
         )
 
 

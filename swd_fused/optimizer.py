@@ -38,6 +38,7 @@ from swd_fused.options import (
     checked_options,
     warn_of_lost_updates,
 )
+from swd_fused.settings import HasSettings
 from swd_fused.state import (
     adopt_masters,
     check_state_dict,
@@ -47,7 +48,6 @@ from swd_fused.state import (
     saved_by_param,
     with_separate_steps,
 )
-from swd_fused.step import TakesSteps
 from swd_fused.sums import PassOne, StepBefore
 
 # What belongs to the optimizer as a whole: pickled and copied with it, but in no group and in no state dict.
@@ -69,7 +69,7 @@ ATTRIBUTES = (
 ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
 
 
-class FusedAdamS(TakesSteps):
+class FusedAdamS(HasSettings):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
     Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like `weight_decay / rms gradient`
@@ -115,7 +115,6 @@ class FusedAdamS(TakesSteps):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _gradient_release: GradientRelease | None = None  # neither copied nor pickled
 
     @_disable_dynamo
     def __init__(
@@ -150,17 +149,20 @@ class FusedAdamS(TakesSteps):
     ) -> None:
         check_compatibility(compatibility)
         adam_w_mode = compatibility.get("adam_w_mode", True)
-        self.options = checked_options(decay, adam_w_mode, master_weights, stochastic_rounding, seed, skip_nonfinite)
-        check_schedule(schedule, max_grad_norm, self.options)
+        options = checked_options(decay, adam_w_mode, master_weights, stochastic_rounding, seed, skip_nonfinite)
+        check_schedule(schedule, max_grad_norm, options)
         check_backend_name(backend)
         check_total_numel(total_numel)
-        self.max_grad_norm = max_grad_norm
-        self.schedule = schedule
-        self.total_numel = total_numel
-        self.backend = backend
-        self.set_grad_none = compatibility.get("set_grad_none", True)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.grad_sumsq_provider = None
+        self.__dict__.update(
+            options=options,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            total_numel=total_numel,
+            backend=backend,
+            set_grad_none=compatibility.get("set_grad_none", True),
+            skipped_steps=torch.zeros((), dtype=torch.int64, device="cpu"),
+            grad_sumsq_provider=None,
+        )
         self._sharded_over = ShardedOver.checked(process_group)
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning(is_fresh=True)
@@ -180,7 +182,7 @@ class FusedAdamS(TakesSteps):
             "bias_correction": compatibility.get("bias_correction", True),
             "state_dtype": state_dtype,
         }
-        check_new_group({}, defaults)
+        check_new_group({}, defaults, options.decay)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
             params = list(params)  # type: ignore[assignment]
             if not params:
@@ -197,7 +199,7 @@ class FusedAdamS(TakesSteps):
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_new_group(param_group, self.defaults)
+        check_new_group(param_group, self.defaults, self.options.decay)
         params = param_group["params"]
         if isinstance(params, Tensor):
             params = [params]
@@ -205,7 +207,7 @@ class FusedAdamS(TakesSteps):
             params = list(params)
         named_or_not = [param[1] if isinstance(param, tuple) else param for param in params]
         tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
-        check_params(tensors)
+        check_params(tensors, "one group")
         for param in tensors:
             self._backend_of(param)
         here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
@@ -279,11 +281,11 @@ class FusedAdamS(TakesSteps):
 
     # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
-    _untraced_step = _disable_dynamo(TakesSteps._eager_step)
+    _untraced_step = _disable_dynamo(HasSettings._eager_step)
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
-        self._sharded_over = sharded_over
+        self._sharded_over = ShardedOver.checked(sharded_over)
         self._start_anew()
 
     def _step_within_a_graph(self) -> None:

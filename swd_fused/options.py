@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -173,6 +173,13 @@ def check_schedule(schedule: Schedule, max_grad_norm: float | None, options: Opt
             )
 
 
+def needs_one_pass(schedule: Schedule, max_grad_norm: float | None, options: Options) -> bool:
+    """Tells whether nothing of a step's gradients must be known before the update."""
+    if options.decay == "scheduled":
+        return schedule == "lagged"
+    return max_grad_norm is None and not options.skip_nonfinite
+
+
 def check_backend_name(backend: BackendName) -> None:
     _check_one_of("backend", backend, get_args(BackendName))
 
@@ -242,7 +249,7 @@ def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(message(name, value, f"one of {choices}"))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
 
 

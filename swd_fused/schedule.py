@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused import captures
-from swd_fused.group_checks import check_group
+from swd_fused.group_checks import check_group, check_tensor_lr
 from swd_fused.options import Decay
-from swd_fused.transfer import from_host, to_device
+from swd_fused.transfer import from_host, is_fake, to_device
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -178,29 +178,31 @@ class HyperRows:
 
     def __init__(self, decay: Decay) -> None:
         self._decay = decay
-        self._seen: list[tuple[object, ...]] = []
+        self._seen: list[object] = []  # all keys and values
         self._rows: list[HyperRow] = []
+        self._lrs: list[Tensor] = []  # those that are tensors and can be read: schedulers change them in place
 
     def current(self, groups: Sequence[Mapping[str, Any]]) -> list[HyperRow]:
-        """Returns the rows, and the same list as long as all values are the same objects."""
-        seen = list(map(_VALUES, groups))
-        is_known = len(seen) == len(self._seen) and all(
-            map(is_, chain.from_iterable(seen), chain.from_iterable(self._seen))
-        )
-        if not is_known:
+        """Returns the rows, and the same list as long as they are equal."""
+        seen = [*chain.from_iterable(groups), *chain.from_iterable(map(_VALUES, groups))]
+        if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+            self._seen = []
             for group in groups:
-                check_group(group)
-            self._rows = hyper_rows(groups, self._decay)
+                check_group(group, self._decay)
+            rows = hyper_rows(groups, self._decay)
+            self._rows = self._rows if rows == self._rows else rows
+            lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+            self._lrs = [lr for lr in lrs if lr.is_cpu and not is_fake(lr)]
             # A list, or a tensor among the betas, can change without becoming another object.
-            can_change = any(type(values[0]) is not tuple or any(map(_is_tensor, values[0])) for values in seen)
+            betas = [group["betas"] for group in groups]
+            can_change = any(type(both) is not tuple or any(map(_is_tensor, both)) for both in betas)
             self._seen = [] if can_change else seen
+        for lr in self._lrs:
+            check_tensor_lr(lr)
         return self._rows
 
 
-_VALUES = itemgetter(
-    *("betas", "lr", "eps", "weight_decay", "max_decay"),
-    *("maximize", "bias_correction", "adamw_weight_decay"),
-)
+_VALUES = methodcaller("values")
 
 
 def _is_tensor(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -20,7 +21,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.ranks import Ranks
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.moments import has_moments
-from swd_fused.options import BackendName
+from swd_fused.options import BackendName, Options, Schedule, needs_one_pass
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state import initialized
 from swd_fused.sums import (
@@ -31,17 +32,18 @@ from swd_fused.sums import (
     StepBefore,
     checked_grad_sq,
     on_device_of,
+    provided,
     skip_on_all_ranks,
     stored_sum,
 )
-from swd_fused.transfer import from_host, is_fake, to_device
+from swd_fused.transfer import from_host, to_device
 
 
 class TakesSteps(InAdamWTerms):
     """The part of FusedAdamS that takes a step, and what it keeps from one step to the next."""
 
     max_grad_norm: float | None
-    schedule: str
+    schedule: Schedule
     total_numel: int | None
     backend: BackendName
     grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None
@@ -71,6 +73,8 @@ class TakesSteps(InAdamWTerms):
 
     def collective(self, check: bool = True) -> Collective:
         """Returns the all-reduces over the ranks that share this optimizer's parameters."""
+        if self._ranks.are_regrouped(self.param_groups):
+            self._start_anew()
         return self._ranks.collective(self.param_groups, check)
 
     def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
@@ -78,7 +82,7 @@ class TakesSteps(InAdamWTerms):
         if grad_sumsq is None and numel is not None:
             raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
         if grad_sumsq is None and self.grad_sumsq_provider is not None:
-            grad_sumsq, numel = self.grad_sumsq_provider()
+            grad_sumsq, numel = provided(self.grad_sumsq_provider())
         self._take_step([param.grad for param in self.numbered_params()], grad_sumsq, numel)
 
     def _take_step(self, grads: list[Tensor | None], grad_sumsq: float | Tensor | None, numel: int | None) -> None:
@@ -105,7 +109,7 @@ class TakesSteps(InAdamWTerms):
             return None
         grad_sq = None
         if grad_sumsq is not None:
-            grad_sq = checked_grad_sq(grad_sumsq, numel, self.param_groups, self.schedule, ranks.device)
+            grad_sq = checked_grad_sq(grad_sumsq, numel, self.param_groups, self.schedule, ranks.device, gate.may_skip)
         buckets = self._buckets.begin(self.param_groups, self.state, grads)
         try:
             source = self._source(buckets, grads, grad_sq, numel)
@@ -182,9 +186,8 @@ class TakesSteps(InAdamWTerms):
             skip = scalars[2]
             assert skip is not None, "whoever may skip says whether it did"
             if self.skipped_steps.device != skip.device:
-                self.skipped_steps = (from_host if self.skipped_steps.is_cpu else to_device)(
-                    self.skipped_steps, skip.device
-                )
+                move = from_host if self.skipped_steps.is_cpu else to_device
+                self.__dict__["skipped_steps"] = move(self.skipped_steps, skip.device)
             self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)
@@ -196,10 +199,7 @@ class TakesSteps(InAdamWTerms):
             self._decay_warning.note(scalars[0], self.param_groups, self._buckets.rows)
 
     def _needs_one_pass(self) -> bool:
-        """Tells whether nothing of this step's gradients must be known before the update."""
-        if self.options.decay == "scheduled":
-            return self.schedule == "lagged"
-        return self.max_grad_norm is None and not self.options.skip_nonfinite
+        return needs_one_pass(self.schedule, self.max_grad_norm, self.options)
 
     def _has_amsgrad(self) -> bool:
         return any(group["amsgrad"] for group in self.param_groups)
@@ -230,17 +230,27 @@ class TakesSteps(InAdamWTerms):
         self._in_parts = FromCallerInParts()
 
     def _new_buckets(self) -> Buckets:
-        return Buckets(
-            self.options, lambda param: self._backend_of(param)[0], self._ranks.sharding_of, self._staged_state
-        )
-
-    def _staged_state(self, state: dict[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
-        return initialized(dict(state), param, self.options, group, self._backend_of(param)[0])
+        """Returns buckets that do not refer to the optimizer: in a cycle both would wait for the garbage collector."""
+        choice = partial(backend_of, self.backend)
+        return Buckets(self.options, choice, self._ranks.sharding_of, partial(staged_state, self.options, choice))
 
     def _backend_of(self, param: Tensor) -> tuple[backends.Backend, str]:
-        # Where there is no memory nothing is computed, and only plain operations know what comes out.
-        name = "torch" if is_fake(param) and not param.is_meta else self.backend
-        return backends.choose(name, param.device, param.dtype.to_real())
+        return backends.choose_for(self.backend, param)
+
+
+def backend_of(name: BackendName, param: Tensor) -> backends.Backend:
+    return backends.choose_for(name, param)[0]
+
+
+def staged_state(
+    options: Options,
+    choice: Callable[[Tensor], backends.Backend],
+    state: dict[str, Any],
+    param: Tensor,
+    group: Group,
+) -> dict[str, Any]:
+    """Returns state with everything that a step needs, leaving `state` as it is."""
+    return initialized(dict(state), param, options, group, choice(param))
 
 
 def check_not_in_backward(grad_sumsq: object) -> None:

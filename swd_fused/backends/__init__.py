@@ -13,6 +13,7 @@ from torch import Tensor
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.bucket import Bucket
 from swd_fused.schedule import Gate
+from swd_fused.transfer import is_fake
 
 
 class Backend(Protocol):
@@ -94,6 +95,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend
     """The backend that serves tensors of this device and (real) dtype, and how `repr` describes it."""
     backend, why = _chosen(name, device, dtype)
     return backend, why or backend.description(device)
+
+
+def choose_for(name: str, param: Tensor) -> tuple[Backend, str]:
+    """The same for a parameter. Where there is no memory only plain operations know what comes out."""
+    return choose("torch" if is_fake(param) and not param.is_meta else name, param.device, param.dtype.to_real())
 
 
 @cache

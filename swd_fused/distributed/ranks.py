@@ -24,6 +24,7 @@ class Ranks:
         self._sharded_over = sharded_over
         self._params: list[Tensor] = []
         self._shardings: dict[int, Sharding] = {}  # by id of these, since asking a mesh takes long
+        self._process_groups: list[object] = []  # as the parameters' groups have them
         self._collective: Collective | None = None
         self._checked = False
         self._local: Collective | None = None  # where there are no other ranks
@@ -33,6 +34,17 @@ class Ranks:
             return ()
         known = self._shardings.get(id(param))
         return sharding_of(param, self._over(group)) if known is None else known
+
+    def are_regrouped(self, groups: Sequence[Group]) -> bool:
+        """Tells whether someone has set other process groups for the same parameters."""
+        if self._collective is None or not is_distributed():
+            return False
+        process_groups = _process_groups(groups)
+        if len(process_groups) == len(self._process_groups) and all(map(is_, process_groups, self._process_groups)):
+            return False
+        for group in groups:
+            self._over(group)  # refuses nonsense before anything is given up for it
+        return _are_the_same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
 
     def collective(self, groups: Sequence[Group], check: bool) -> Collective:
         """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same.
@@ -50,7 +62,7 @@ class Ranks:
             by_group = [(param, group) for group in groups for param in group["params"]]
             self._shardings = {}
             self._shardings = {id(param): self.sharding_of(param, group) for param, group in by_group}
-            self._params = params
+            self._params, self._process_groups = params, _process_groups(groups)
             self._collective = self.collective_of(by_group)
             self._checked = False
         if check and not self._checked:
@@ -71,8 +83,11 @@ class Ranks:
         return Collective(shardings, [over.group for over in given if over is not None], device)
 
     def _over(self, group: Group) -> ShardedOver | None:
-        over: ShardedOver | None = group.get("process_group", self._sharded_over)
-        return over
+        return ShardedOver.checked(group.get("process_group", self._sharded_over))
+
+
+def _process_groups(groups: Sequence[Group]) -> list[object]:
+    return [group.get("process_group", "the optimizer's") for group in groups]
 
 
 def _are_the_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
