@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from swd_fused import FusedAdamS
 from swd_fused.distributed.sharding import ShardedOver
@@ -43,46 +44,45 @@ def message_of(function: Any, *args: Any) -> str:
 # --- A peer that is gone
 
 
-def after_a_failed_reduction() -> dict[str, Any]:
-    """Rank 1 stops taking part after its first step, as if it had died; rank 0 goes on by itself."""
-    answers: dict[str, Any] = {}
-    shared = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    own = dist.new_group([0])
+def deserted() -> tuple[list[nn.Parameter], FusedAdamS, Any]:
+    """Takes a step on both ranks. Then rank 1 is as good as dead: what rank 0 leaves for a third one gets no answer."""
+    shared, own = dist.new_group([0, 1]), dist.new_group([0])
     params = new_params()
     optimizer = FusedAdamS(params, schedule="lagged", process_group=shared)
     take_step(params, optimizer, 0)
-    saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(params)
+    saved = copy.deepcopy((optimizer.state_dict(), params))
+    if dist.get_rank() == 0:
+        _set_pg_timeout(timedelta(seconds=1), shared)  # only now, so that a busy machine may take its time before
+        take_step(params, optimizer, 1)
+    return params, optimizer, (own, *saved)
+
+
+def after_a_failed_reduction() -> dict[str, Any]:
+    params, optimizer, (own, state_dict, others) = deserted()
     if dist.get_rank() == 1:
-        return answers
-    take_step(params, optimizer, 1)  # leaves a reduction that nobody answers
-    answers["step"] = message_of(take_step, params, optimizer, 2)
-    answers["load_state_dict"] = message_of(optimizer.load_state_dict, saved[0])
+        return {}
+    answers: dict[str, Any] = {"step": message_of(take_step, params, optimizer, 2)}
+    answers["load_state_dict"] = message_of(optimizer.load_state_dict, state_dict)
     with torch.no_grad():
-        for param, value in zip(params, saved[1], strict=True):
+        for param, value in zip(params, others, strict=True):
             param.copy_(value)
     answers["sum_over"] = message_of(optimizer.sum_over, ShardedOver(own))
     answers["alone"] = message_of(take_step, params, optimizer, 3)
-    others = saved[1]
     expected = FusedAdamS(others, schedule="lagged", process_group=own)
-    expected.load_state_dict(saved[0])
+    expected.load_state_dict(state_dict)
     take_step(others, expected, 3)
     answers["equal"] = all(map(torch.equal, params, others))
     return answers
 
 
 def dropped_after_a_failure(how: str) -> dict[str, Any]:
-    """Rank 0 leaves a reduction that fails, and drops it without a step that would have told."""
-    shared = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    own = dist.new_group([0])
-    params = new_params()
-    optimizer = FusedAdamS(params, schedule="lagged", process_group=shared)
-    take_step(params, optimizer, 0)
+    """No step has told of the failure, and what would have come of it is not asked for."""
+    params, optimizer, (own, state_dict, _) = deserted()
     if dist.get_rank() == 1:
         return {}
-    take_step(params, optimizer, 1)
     answers = {}
     if how == "load_state_dict":
-        answers["dropped"] = message_of(optimizer.load_state_dict, optimizer.state_dict())
+        answers["dropped"] = message_of(optimizer.load_state_dict, state_dict)
     elif how == "schedule":
         answers["dropped"] = message_of(setattr, optimizer, "schedule", "exact")
     answers["sum_over"] = message_of(optimizer.sum_over, ShardedOver(own))
