@@ -59,7 +59,7 @@ class GradientRelease:
     """
 
     def __init__(self, optimizer: FusedAdamS) -> None:
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)  # which holds this: a cycle would wait for the garbage collector
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._hooks: dict[int, ReleaseHook] = {}  # by id of the parameter
         self._watched: list[Tensor] = []  # the parameters that these ids belong to
@@ -73,6 +73,12 @@ class GradientRelease:
         self._watch()
 
     @property
+    def _optimizer(self) -> FusedAdamS:
+        optimizer = self._reference()
+        assert optimizer is not None, "it is stepping, or about to"
+        return optimizer
+
+    @property
     def has_begun(self) -> bool:
         """Whether a backward pass has begun a step that `optimizer.step()` has still to end."""
         return self._step is not None
@@ -83,8 +89,9 @@ class GradientRelease:
             hook.remove()
         self._hooks = {}
         self._is_removed = True
-        if self._step is None:
-            self._optimizer._gradient_release = None
+        optimizer = self._reference()
+        if self._step is None and optimizer is not None:
+            optimizer._gradient_release = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -99,7 +106,7 @@ class GradientRelease:
     def take(self, param: Tensor, size: int) -> None:
         """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
         with self._lock:
-            if self._accumulating or self._is_removed:
+            if self._accumulating or self._is_removed or self._reference() is None:
                 return
             step = self._begun()
             if step.keeps_gradients:

@@ -166,7 +166,7 @@ class FusedAdamS(HasSettings):
         self._sharded_over = ShardedOver.checked(process_group)
         self._handle = new_handle(self)
         self._decay_warning = DecayWarning(is_fresh=True)
-        self._pass_one = PassOne(self._has_amsgrad)
+        self._pass_one = PassOne(self)
         self._step_before = StepBefore(self._pass_one)
         self._in_graphs: list[Bucket] = []  # which go on with them, even after other state was loaded
         self._forget()
@@ -369,7 +369,7 @@ class FusedAdamS(HasSettings):
                 group.setdefault(key, value)
         self._handle = new_handle(self)
         self.__dict__.setdefault("_in_graphs", [])
-        self._pass_one = PassOne(self._has_amsgrad)
+        self._pass_one = PassOne(self)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()
         self._decay_warning = DecayWarning(is_fresh=not self.state)  # Accelerate loads what is new into itself

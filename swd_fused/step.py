@@ -201,9 +201,6 @@ class TakesSteps(InAdamWTerms):
     def _needs_one_pass(self) -> bool:
         return needs_one_pass(self.schedule, self.max_grad_norm, self.options)
 
-    def _has_amsgrad(self) -> bool:
-        return any(group["amsgrad"] for group in self.param_groups)
-
     def _stored_sum(self) -> tuple[Tensor, Tensor]:
         """Returns the sum of v and the steps taken over all state, since wrappers show one group at a time."""
         group_of = {param: group for group in self.param_groups for param in group["params"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -31,12 +32,21 @@ class Source(Protocol):
         """Keeps what the next step needs, after pass 2, which has summed the squared gradients of each bucket."""
 
 
+class HasGroups(Protocol):
+    param_groups: list[dict[str, Any]]
+
+
 class PassOne:
     """Reads this step's gradients."""
 
-    def __init__(self, has_amsgrad: Callable[[], bool]) -> None:
-        """`has_amsgrad()` tells whether any group has it: its maxima take an all-reduce of their own, on all ranks."""
-        self._has_amsgrad = has_amsgrad
+    def __init__(self, optimizer: HasGroups) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this: a cycle would wait for the garbage collector
+
+    def _has_amsgrad(self) -> bool:
+        """Whether any group has it, with a gradient or not: maxima take an all-reduce of their own, on all ranks."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it is taking a step"
+        return any(group["amsgrad"] for group in optimizer.param_groups)
 
     def sums(self, buckets: Sequence[Bucket], gate: Gate, ranks: Collective) -> Sums:
         rows = [(bucket.sharding, _pass1(bucket)) for bucket in buckets]

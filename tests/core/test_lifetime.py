@@ -21,6 +21,8 @@ SHAPES = [(40,), (6, 7)]
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection() -> Iterator[None]:
+    # The first optimizer of a process, AdamW too, stays in a frame from which torch imports its compiler.
+    torch.optim.AdamW(random_params([(1,)]))
     gc.collect()
     gc.disable()
     yield
