@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -355,6 +355,12 @@ class FusedAdamS(HasSettings):
         self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: "
+            "sums and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
+        )
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
