@@ -31,6 +31,7 @@ from swd_fused.options import (
     kind_of_decay,
     warn_of_lost_updates,
 )
+from swd_fused.settings import Setting, check_attribute
 from swd_fused.state.load import (
     adopt_masters,
     check_state_dict,
@@ -46,24 +47,12 @@ from swd_fused.step.compiled import new_handle, optimizer_step
 from swd_fused.step.decay_warning import CALIBRATED_ADVICE
 from swd_fused.step.release import GradientRelease, check_step_of_released
 from swd_fused.step.stepper import Stepper
+from swd_fused.step.sums import provided
 from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.group_checks import check_new_group, check_params
 
 # Of groups: options that pickles of older versions lack.
 ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
-
-
-class Setting:
-    """An option of the whole optimizer as an attribute: checked when it is set, and obeyed from the next step on."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer.options, self._name)
-
-    def __set__(self, optimizer: FusedAdamS, value: object) -> None:
-        optimizer._stepper.set_options(checked(optimizer.options._replace(**{self._name: value})))  # type: ignore[arg-type]
 
 
 class FusedAdamS(Optimizer):
@@ -175,7 +164,7 @@ class FusedAdamS(Optimizer):
             "state_dtype": state_dtype,
             "decay": options.decay,
         }
-        check_new_group({}, defaults)
+        check_new_group({}, defaults, options.decay)
         if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
             params = list(params)  # type: ignore[assignment]
             if not params:
@@ -194,7 +183,7 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_new_group(param_group, self.defaults)
+        check_new_group(param_group, self.defaults, self.options.decay)
         params = param_group["params"]
         if isinstance(params, Tensor):
             params = [params]
@@ -202,7 +191,7 @@ class FusedAdamS(Optimizer):
             params = list(params)
         named_or_not = [param[1] if isinstance(param, tuple) else param for param in params]
         tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
-        check_params(tensors)
+        check_params(tensors, "one group")
         for param in tensors:
             backend_for(param, self.options)
         here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
@@ -213,6 +202,16 @@ class FusedAdamS(Optimizer):
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        check_attribute(name, value)
+        super().__setattr__(name, value)
+
+    def use(self, options: Options, changed: str) -> None:
+        """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
+        if self._gradient_release is not None:
+            self._gradient_release.check_change(changed, getattr(options, changed), options)
+        self._stepper.set_options(options)
 
     @property
     def options(self) -> Options:
@@ -293,7 +292,7 @@ class FusedAdamS(Optimizer):
             if torch._C._current_graph_task_id() != -1:
                 refuse_step_in_backward()
             if self.grad_sumsq_provider is not None:
-                grad_sumsq, numel = self.grad_sumsq_provider()
+                grad_sumsq, numel = provided(self.grad_sumsq_provider())
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
 
@@ -336,7 +335,7 @@ class FusedAdamS(Optimizer):
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
-        self._stepper.sharded_over = sharded_over
+        self._stepper.sharded_over = ShardedOver.checked(sharded_over)
         self._stepper.forget()
 
     def collective(self) -> Collective:
@@ -423,6 +422,12 @@ class FusedAdamS(Optimizer):
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: "
+            "sums and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
+        )
 
     def _settle_calibration(self) -> None:
         """Has the groups say what a resumed run could not find out: skipped steps, and the mean at the end."""

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -247,7 +247,7 @@ def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(message(name, value, f"one of {choices}"))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
 
 

@@ -5,6 +5,7 @@ Its keys are those of torch.optim.Adam and AdamW, so state dicts move between th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.loaded_decay import kept_decay
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.tensors.group_checks import check_group
+from swd_fused.tensors.transfer import is_fake
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -43,6 +45,7 @@ def initialized(
 ) -> dict[str, Any]:
     """Adds what a step needs and is missing, stores moments as the group has it, and drops a master that a converted
     parameter has no use for."""
+    _check_entries(state, param)
     missing = missing_keys(state)
     if missing == list(REQUIRED):
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -61,6 +64,36 @@ def initialized(
     elif MASTER not in state:
         state[MASTER] = param.detach().to(torch.float32, copy=True)
     return state
+
+
+def _check_entries(state: dict[str, Any], param: Tensor) -> None:
+    """Refuses what a user has put into the state, unless a step can go on from it, and makes step counts tensors."""
+    for key in (*moments.KEYS, MASTER):
+        if key in state and not isinstance(state[key], Tensor):
+            raise RuntimeError(
+                f"FusedAdamS has {key} of type {type(state[key]).__name__}, wanted a tensor, for a parameter of shape "
+                f"{tuple(param.shape)}. Load a state dict, or start it afresh: del optimizer.state[param]."
+            )
+    if "step" in state:
+        state["step"] = _checked_step(state["step"], param)
+
+
+def _checked_step(step: object, param: Tensor) -> Tensor:
+    """Returns a step count as a tensor. One on a GPU is not waited for."""
+    if isinstance(step, Tensor):
+        if step.numel() == 1 and (not step.is_cpu or is_fake(step) or _is_count(float(step))):
+            return step.reshape(()) if step.dim() else step
+    elif isinstance(step, (int, float)) and not isinstance(step, bool) and _is_count(step):
+        return torch.tensor(float(step), dtype=torch.float32, device=param.device)
+    raise RuntimeError(
+        f"FusedAdamS has step={step!r}, wanted a whole number >= 0 or a tensor with one, for a parameter of shape "
+        f"{tuple(param.shape)}. Set the number of steps that it has taken, or start it afresh: "
+        "del optimizer.state[param]."
+    )
+
+
+def _is_count(value: float) -> bool:
+    return 0 <= value < math.inf and value == int(value)
 
 
 def _as_maxima(param: Tensor, state: Mapping[str, Any], backend: Backend) -> Tensor:
@@ -100,7 +133,9 @@ def with_separate_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
     tensor for each of them.
     """
     return {
-        key: {**values, "step": values["step"].clone()} if isinstance(key, Tensor) and "step" in values else values
+        key: {**values, "step": values["step"].clone()}
+        if isinstance(key, Tensor) and isinstance(values.get("step"), Tensor)
+        else values
         for key, values in state.items()
     }
 
@@ -209,7 +244,7 @@ def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options
         group["betas"] = tuple(group["betas"])
     if warning is not None:
         warnings.warn(warning, stacklevel=CALLER_OF_LOAD_STATE_DICT)
-    check_group(group)
+    check_group(group, options.decay)
     return group
 
 

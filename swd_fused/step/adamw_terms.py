@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swd_fused import schedule
 from swd_fused.options import Decay, is_number, message
+from swd_fused.tensors.group_checks import check_adamw_weight_decay
 from swd_fused.tensors.hyper import GroupValues
 from swd_fused.tensors.transfer import is_fake
 
@@ -111,13 +112,7 @@ def checked_calibration(weight_decay: float | None, steps: int | None, decay: De
                 f"FusedAdamS got calibration_steps={steps!r} without adamw_weight_decay, which needs them."
             )
         return {"adamw_weight_decay": None, "calibration_steps": 0}
-    if decay != "scheduled":
-        raise ValueError(
-            f"FusedAdamS got adamw_weight_decay={weight_decay!r} with decay={decay!r}, which is AdamW's or Adam's own. "
-            "Use weight_decay."
-        )
-    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
-        raise ValueError(message("adamw_weight_decay", weight_decay, "a finite number >= 0, as AdamW takes it"))
+    check_adamw_weight_decay(weight_decay, decay)
     steps = CALIBRATION_STEPS if steps is None else steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(message("calibration_steps", steps, "a whole number > 0", "The warm-up is a good choice."))

@@ -75,6 +75,15 @@ class GradientRelease:
         """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
         return self.is_removed and self._step is None
 
+    def check_change(self, name: str, value: object, options: Options) -> None:
+        """Raises if an option cannot be set to this value now, or ever with gradient release on."""
+        if self._step is not None:
+            raise RuntimeError(
+                f"FusedAdamS got {name}={value!r} after a backward pass that has stepped parameters already, with "
+                f"release_gradients() on: {name} holds for whole steps. Call optimizer.step() first."
+            )
+        check_can_release(options)
+
     def remove(self) -> None:
         """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
         for hook in self._hooks.values():
@@ -306,13 +315,14 @@ def check_can_release(options: Options) -> None:
         norm = options.max_grad_norm
         got = "skip_nonfinite=True" if norm is None else f"max_grad_norm={norm!r}"
         raise ValueError(
-            f"release_gradients was called with {got}, which needs the norm of all gradients before the first update. "
-            "Leave that out, or gradient release."
+            f"release_gradients does not go with {got}, which needs the norm of all gradients before the first update. "
+            "Leave that out, or gradient release, which remove() of what it returned ends."
         )
     if not options.needs_one_pass:
         raise ValueError(
-            'release_gradients was called with schedule="exact": its mean is not known before all gradients are. Use '
-            'schedule="lagged", whose mean is that of the step before.'
+            'release_gradients does not go with schedule="exact", whose mean is not known before all gradients are. '
+            'Use schedule="lagged", whose mean is that of the step before; or end gradient release by remove() of what '
+            "it returned."
         )
 
 

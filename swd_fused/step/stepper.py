@@ -69,6 +69,7 @@ class Stepper:
     def set_options(self, options: Options) -> None:
         """Has options obeyed from the next step on."""
         self.options = options
+        self.step_before.forget()  # what it has left is too old when steps that need it come again
         self._usual_source: Source = self.step_before if options.needs_one_pass else self._pass_one
 
     def restart(self, last: StepScalars | Tensor | None, is_fresh: bool) -> None:
@@ -103,7 +104,7 @@ class Stepper:
         options, values = self.options, self._values
         if values is None or not values.hold(groups):
             values = self._values = GroupValues(groups, options.decay)
-        if values.is_calibrating or self.decay_warning.is_due:
+        if values.is_calibrating or values.tensor_lrs or self.decay_warning.is_due:
             values = self.begin(groups)
         params = list(chain.from_iterable(map(PARAMS, groups)))
         if grads is None:
@@ -113,7 +114,8 @@ class Stepper:
             return None
         grad_sq = None
         if grad_sumsq is not None:
-            grad_sq = checked_grad_sq(grad_sumsq, numel, groups, options.schedule, params[0].device)
+            may_skip = scaling[1] is not None or options.skip_nonfinite
+            grad_sq = checked_grad_sq(grad_sumsq, numel, groups, options.schedule, params[0].device, may_skip)
         inputs = StepInput(options, self.sharded_over, groups, values.kinds, state, params, grads)
         step = self._kept[0] if self._kept else None
         if step is None or not step.holds(inputs):
@@ -147,6 +149,7 @@ class Stepper:
             values = self._values = GroupValues(groups, self.options.decay)
         if values.is_calibrating and self.end_calibration(groups):
             values = self._values = GroupValues(groups, self.options.decay)
+        values.check_tensor_lrs()
         if self.decay_warning.is_due:
             self.decay_warning.warn()
         return values
@@ -171,7 +174,7 @@ class Stepper:
             step = Description(inputs)
         if step is last:
             return step
-        if last is not None and last.left_is_stale(inputs.state, inputs.params):
+        if last is not None and last.left_is_stale(inputs):
             self.step_before.forget()
         if is_new:
             step.commit(inputs.state, self._kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -267,27 +268,47 @@ def stored_sum(states: Sequence[tuple[Sharding, Mapping[str, Any]]], ranks: Coll
     return ranks.total(rows, 1)[0], torch.stack(steps).max()
 
 
+def provided(given: object) -> tuple[Any, Any]:
+    """Returns what a `grad_sumsq_provider` has returned: grad_sumsq and numel, as `step` takes them."""
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise ValueError(
+            f"grad_sumsq_provider returned {given!r}, wanted a pair: what step takes as grad_sumsq, and as numel or "
+            "None."
+        )
+    return given
+
+
 def checked_grad_sq(
     grad_sumsq: float | Tensor,
     numel: int | None,
     groups: Sequence[Mapping[str, Any]],
     schedule: str,
     device: torch.device,
+    may_skip: bool,
 ) -> Tensor:
-    """Returns the caller's sum of squared gradients as a tensor, after checking that it can be used."""
+    """Returns the caller's sum of squared gradients as a tensor, after checking that it can be used.
+
+    NaN is what bad gradients have, and only for steps that may be skipped. A sum on a GPU is not waited for.
+    """
     if isinstance(grad_sumsq, Tensor):
         if is_dtensor(grad_sumsq):  # the square of what clip_grad_norm_ returns for sharded models
             grad_sumsq = full_tensor(grad_sumsq)
         if grad_sumsq.numel() != 1:
             raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
-        value = to_device(grad_sumsq.detach().reshape(()), device, scalar_dtype(device))
-    elif isinstance(grad_sumsq, Real) and not grad_sumsq < 0:
-        value = torch.full((), float(grad_sumsq), dtype=scalar_dtype(device), device=device)
+        value = grad_sumsq.detach().reshape(())
+        number = float(value) if _can_be_read(value) else 0.0
+        value = to_device(value, device, scalar_dtype(device))
+    elif isinstance(grad_sumsq, Real) and not isinstance(grad_sumsq, bool):
+        number = float(grad_sumsq)
+        value = torch.full((), number, dtype=scalar_dtype(device), device=device)
     else:
+        number = -1.0
+    if not (number >= 0 or (may_skip and math.isnan(number))):
         raise ValueError(
-            f"step got grad_sumsq={grad_sumsq!r}, wanted a number >= 0, the square of the gradients' norm."
+            f"step got grad_sumsq={grad_sumsq!r}, wanted a number >= 0, the square of the gradients' norm. NaN is for "
+            "optimizers that may skip a step: skip_nonfinite=True."
         )
-    if numel is not None and not (isinstance(numel, int) and numel > 0):
+    if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel <= 0):
         raise ValueError(f"step got numel={numel!r}, wanted the number of elements that grad_sumsq is the sum over.")
     if schedule == "lagged":
         raise ValueError(

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -31,7 +31,7 @@ from swd_fused.state.eight_bit import CODES, SCALES
 from swd_fused.state.load import initialized
 from swd_fused.state.moments import KEYS, has_moments
 from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
-from swd_fused.tensors.group_checks import check_grads
+from swd_fused.tensors.group_checks import check_grads, check_params
 from swd_fused.tensors.hyper import Group, GroupValues
 from swd_fused.tensors.transfer import is_fake
 
@@ -233,9 +233,14 @@ class Description:
         if alive:
             torch._foreach_copy_(list(alive.values()), [own[number] for number in alive])
 
-    def left_is_stale(self, state: Mapping[Tensor, dict[str, Any]], params: Iterable[Tensor]) -> bool:
-        """Returns whether the sums that the last step left are no longer those of the optimizer's second moments."""
-        ids = set(map(id, params))
+    def left_is_stale(self, step: StepInput) -> bool:
+        """Returns whether the sums that the last step left are no longer those of the optimizer's second moments, or
+        are travelling between other ranks."""
+        ids, state = set(map(id, step.params)), step.state
+        if self._sharded_over is not step.sharded_over or [*map(itemgetter(-1), self._kinds)] != [
+            *map(itemgetter(-1), step.kinds)
+        ]:
+            return True
         for _, _, param, owned, staged in self._entries:
             is_kept = id(param) in ids and state.get(param) is owned
             if not is_kept or any(owned.get(key) is not staged.get(key) for key in SECOND_MOMENTS):
@@ -302,6 +307,7 @@ class Description:
     ) -> list[Entry]:
         """Returns each parameter that has state, or is going to have it."""
         present = [(param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None]
+        check_params(self._params, "all groups")
         check_grads([param for param, _ in present], [grad for _, grad in present])
         entries = []
         indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
@@ -360,7 +366,12 @@ def sharding_in(group: Group, param: Tensor, sharded_over: ShardedOver | None) -
     """Returns the process groups over which a parameter is sharded. A group's own `process_group` comes first."""
     if not is_distributed():
         return ()
-    return sharding_of(param, group.get("process_group", sharded_over))
+    return sharding_of(param, over_of(group, sharded_over))
+
+
+def over_of(group: Group, sharded_over: ShardedOver | None) -> ShardedOver | None:
+    """Returns the process group that a group of parameters is sharded over: its own, or the optimizer's."""
+    return ShardedOver.checked(group.get("process_group", sharded_over))
 
 
 def collective_of(params: Sequence[tuple[Tensor, Group]], sharded_over: ShardedOver | None) -> Collective:
@@ -371,7 +382,7 @@ def collective_of(params: Sequence[tuple[Tensor, Group]], sharded_over: ShardedO
     shardings = {sharding_in(group, param, sharded_over) for param, group in params}
     if sharded_over is not None:  # a rank may have no parameters at all, and must take part
         shardings.add(sharding_of(None, sharded_over))
-    given = [sharded_over, *(group.get("process_group", sharded_over) for _, group in params)]
+    given = [sharded_over, *(over_of(group, sharded_over) for _, group in params)]
     return Collective(shardings, [over.group for over in given if over is not None], device)
 
 

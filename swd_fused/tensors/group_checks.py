@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.options import (
     GLOBAL_OPTIONS,
     GROUP_OPTIONS,
@@ -20,37 +22,49 @@ from swd_fused.options import (
     refuse_differentiable,
 )
 
+KNOWN_KEYS = {"params", *GROUP_OPTIONS}
+FLAGS = ("amsgrad", "maximize", "bias_correction")
+
 # Schedulers that end at zero miss it by a rounding error: LinearLR gives -1.9e-20. Treated as zero.
 LR_ROUNDING = 1e-12
 
 
-def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Checks a group that a user adds. Reads tensors, which may wait for a device.
-
-    Unknown keys pass, as in torch: schedulers and frameworks keep their own in groups. Refused are options that hold
-    for the whole optimizer, and names so close to an option that they must be misspelt.
-    """
-    for name, value in group.items():
-        if name in GLOBAL_OPTIONS:
-            raise ValueError(
-                f"FusedAdamS got {name}={value!r} in a parameter group, but it holds for all groups. Pass it to the "
-                f"constructor: FusedAdamS(..., {name}={value!r})."
-            )
-        if name not in GROUP_OPTIONS and (advice := did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS))):
-            raise ValueError(f"FusedAdamS got an unknown key {name}={value!r} in a parameter group.{advice}")
-    refuse_differentiable(group)
+def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any], decay: Decay) -> None:
+    """Checks a group that a user adds. Reads tensors, which may wait for a device."""
     whole = {**defaults, **group}
-    check_decay(whole, defaults["decay"])
-    check_group(whole)
-    lr = whole["lr"]
-    if isinstance(lr, Tensor) and not 0 <= float(lr) < math.inf:
-        raise ValueError(message("lr", lr, "a finite number >= 0"))
+    check_group(whole, decay)
+    if isinstance(whole["lr"], Tensor):
+        check_tensor_lr(whole["lr"])
     betas = whole["betas"]
     if not all(0 <= float(beta) < 1 for beta in betas):
         raise ValueError(message("betas", betas, "two numbers in [0, 1)", "Adam's usual choice is (0.9, 0.999)."))
-    if not isinstance(whole["bias_correction"], bool):
-        raise ValueError(message("bias_correction", whole["bias_correction"], "True or False"))
-    check_state_dtype(whole["state_dtype"])
+
+
+def check_tensor_lr(lr: Tensor) -> None:
+    """Reads a learning rate that is a tensor, and refuses nonsense."""
+    if not -LR_ROUNDING <= float(lr.detach()) < math.inf:
+        raise ValueError(message("lr", lr, "a finite number >= 0"))
+
+
+def _check_names(group: Mapping[str, Any]) -> None:
+    """Refuses options that hold for the whole optimizer, and names so close to an option that they must be misspelt.
+
+    Unknown keys pass, as in torch: schedulers and frameworks keep their own in groups.
+    """
+    for name in group.keys() - KNOWN_KEYS:
+        if name in GLOBAL_OPTIONS:
+            raise ValueError(
+                f"FusedAdamS got {name}={group[name]!r} in a parameter group, but it holds for all groups. Pass it to "
+                f"the constructor: FusedAdamS(..., {name}={group[name]!r})."
+            )
+        if advice := _advice_on(name):
+            raise ValueError(f"FusedAdamS got an unknown key {name}={group[name]!r} in a parameter group.{advice}")
+
+
+@cache
+def _advice_on(name: str) -> str:
+    """Kept, since comparing names takes long, and a group is looked at in each step in which its `lr` changes."""
+    return did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
 
 
 def check_decay(group: Mapping[str, Any], decay: Decay) -> None:
@@ -67,14 +81,39 @@ def check_state_dtype(state_dtype: object) -> None:
         raise ValueError(message("state_dtype", state_dtype, f"one of {STATE_DTYPES} or None"))
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Checks a group before a step, after which schedulers and users may have set anything.
+def check_group(group: Mapping[str, Any], decay: Decay) -> None:
+    """Checks a group before a step, since schedulers and users may have set anything.
 
     Betas of 1 and more pass, as they do in Adam: schedulers that cycle the momentum set what they are told to.
     """
+    _check_names(group)
+    refuse_differentiable(group)
+    check_decay(group, decay)
+    for name in FLAGS:
+        if not isinstance(group[name], bool):
+            raise ValueError(message(name, group[name], "True or False"))
     check_state_dtype(group["state_dtype"])
-    if _has_usual_numbers(group):
-        return
+    if "process_group" in group:
+        ShardedOver.checked(group["process_group"])
+    if group["adamw_weight_decay"] is not None:
+        check_adamw_weight_decay(group["adamw_weight_decay"], decay)
+    steps = group["calibration_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(message("calibration_steps", steps, "a whole number >= 0, the steps that are left"))
+    _check_numbers(group)
+
+
+def check_adamw_weight_decay(weight_decay: object, decay: Decay) -> None:
+    if decay != "scheduled":
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={weight_decay!r} with decay={decay!r}, which is AdamW's or Adam's own. "
+            "Use weight_decay."
+        )
+    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(message("adamw_weight_decay", weight_decay, "a finite number >= 0, as AdamW takes it"))
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if name == "lr" and isinstance(value, Tensor):
@@ -93,37 +132,19 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def _has_usual_numbers(group: Mapping[str, Any]) -> bool:
-    """Returns whether all are valid floats, which they mostly are: the only check that most steps make."""
-    lr, betas, eps, weight_decay, max_decay = map(
-        group.__getitem__, ("lr", "betas", "eps", "weight_decay", "max_decay")
-    )
-    return (
-        type(lr) is type(eps) is type(weight_decay) is type(max_decay) is float
-        and type(betas) is tuple
-        and len(betas) == 2
-        and type(betas[0]) is type(betas[1]) is float
-        and 0 <= lr < math.inf
-        and 0 <= eps < math.inf
-        and 0 <= weight_decay < math.inf
-        and 0 < max_decay <= 1
-        and 0 <= betas[0] < 1
-        and 0 <= betas[1] < 1
-    )
-
-
 def _is_beta(value: object) -> bool:
+    """Reads tensors: whoever takes betas as numbers does so too."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+        return value.numel() == 1 and value.is_floating_point() and 0 <= float(value.detach()) < math.inf
+    return is_number(value) and 0 <= value < math.inf
 
 
-def check_params(params: Sequence[Tensor]) -> None:
-    """Checks the parameters of a new group."""
+def check_params(params: Sequence[Tensor], where: str) -> None:
+    """Checks the parameters of a new group, or of all groups after someone has changed them."""
     if len(set(map(id, params))) < len(params):
         twice = next(param for i, param in enumerate(params) if any(param is other for other in params[:i]))
         raise ValueError(
-            f"FusedAdamS got a parameter of shape {tuple(twice.shape)} twice in one group, wanted each once: kernels "
+            f"FusedAdamS got a parameter of shape {tuple(twice.shape)} twice in {where}, wanted each once: kernels "
             "update all parameters at the same time. Remove duplicates: list(dict.fromkeys(params))."
         )
     for param in params:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from swd_fused.options import GROUP_OPTIONS, Decay
 from swd_fused.tensors import graphs
-from swd_fused.tensors.group_checks import check_decay, check_group
-from swd_fused.tensors.transfer import from_host
+from swd_fused.tensors.group_checks import check_group, check_tensor_lr
+from swd_fused.tensors.transfer import from_host, is_fake
 
 Group = Mapping[str, Any]
 
@@ -72,8 +72,7 @@ def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
         and group["calibration_steps"] == 0
         and group["decay"] == decay
     ):
-        check_group(group)
-        check_decay(group, decay)
+        check_group(group, decay)
     beta1, beta2 = betas
     return HyperRow(
         -1.0 if isinstance(lr, Tensor) else max(0.0, lr),
@@ -164,6 +163,12 @@ class GroupValues:
             and all(map(is_, seen, self._seen))
             and all(map(eq, map(len, map(PARAMS, groups)), self._sizes))
         )
+
+    def check_tensor_lrs(self) -> None:
+        """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""
+        for _, lr in self.tensor_lrs:
+            if lr.is_cpu and not is_fake(lr):
+                check_tensor_lr(lr)
 
     def on(self, device: torch.device) -> Hyper:
         """Returns the table on a device, with learning rates that are tensors as they are now."""

@@ -39,6 +39,7 @@ LAYERS = [
     ["step.sums"],
     ["step.stepper"],
     ["step.release"],
+    ["settings"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
     ["__main__"],

@@ -1,0 +1,213 @@
+"""An optimizer that is let go of is freed at once, with its state; and what a shallow copy of one may be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swd_fused import FusedAdamS
+from tests.runs import random_grads, random_params, run
+
+SHAPES = [(40,), (6, 7)]
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    # The first optimizer of a process, AdamW too, stays in a frame from which torch imports its compiler.
+    torch.optim.AdamW(random_params([(1,)]))
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+Params = list[nn.Parameter]
+
+
+def unused(params: Params, **options: Any) -> FusedAdamS:
+    return FusedAdamS(params, **options)
+
+
+def stepped(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = FusedAdamS(params, **options)
+    dtype = params[0].dtype
+    run(params, random_grads(SHAPES, 2, dtype), optimizer)
+    return optimizer
+
+
+def lagged(params: Params, **options: Any) -> FusedAdamS:
+    return stepped(params, schedule="lagged", **options)
+
+
+def clipped(params: Params, **options: Any) -> FusedAdamS:
+    return stepped(params, max_grad_norm=0.5, skip_nonfinite=True, **options)
+
+
+def in_two_buckets(params: Params, **options: Any) -> FusedAdamS:
+    groups = [{"params": params[:1]}, {"params": params[1:], "amsgrad": True}]
+    return stepped(params, **options) if len(params) < 2 else _run(FusedAdamS(groups, **options), params)
+
+
+def _run(optimizer: FusedAdamS, params: Params) -> FusedAdamS:
+    run(params, random_grads(SHAPES, 2), optimizer)
+    return optimizer
+
+
+def told_the_sum(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = FusedAdamS(params, **options)
+    for numel in (None, 82):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step(grad_sumsq=82.0, numel=numel)
+    return optimizer
+
+
+def told_by_a_provider(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = FusedAdamS(params, **options)
+    optimizer.grad_sumsq_provider = lambda: (82.0, 82)
+    return _run(optimizer, params)
+
+
+def calibrated(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = stepped(params, adamw_weight_decay=0.1, calibration_steps=1, **options)
+    optimizer.metrics()
+    return optimizer
+
+
+def shown_and_saved(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = stepped(params, **options)
+    repr(optimizer)
+    pickle.dumps(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return _run(optimizer, params)
+
+
+def copied(params: Params, **options: Any) -> FusedAdamS:
+    copies, twin = copy.deepcopy((params, stepped(params, **options)))
+    return _run(twin, copies)
+
+
+def set_anew(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = stepped(params, **options)
+    optimizer.max_grad_norm, optimizer.backend = 0.5, "torch"
+    return _run(optimizer, params)
+
+
+def refused(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = stepped(params, **options)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    return optimizer
+
+
+def called_with_a_closure(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = FusedAdamS(params, **options)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = sum(param.square().sum() for param in params)
+        loss.backward()  # type: ignore[union-attr]
+        return float(loss.detach())
+
+    optimizer.step(closure)
+    del closure
+    return optimizer
+
+
+def released(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = FusedAdamS(params, schedule="lagged", **options)
+    optimizer.release_gradients()
+    for _ in range(3):
+        sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return optimizer
+
+
+def released_in_the_middle(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = released(params, **options)
+    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+    return optimizer
+
+
+def no_longer_released(params: Params, **options: Any) -> FusedAdamS:
+    optimizer = released(params, **options)
+    optimizer.release_gradients().remove()
+    return _run(optimizer, params)
+
+
+USES: list[Callable[..., FusedAdamS]] = [
+    *(unused, stepped, lagged, clipped, in_two_buckets, told_the_sum, told_by_a_provider, calibrated),
+    *(shown_and_saved, copied, set_anew, refused, called_with_a_closure),
+    *(released, released_in_the_middle, no_longer_released),
+]
+
+
+def assert_freed(make: Callable[[], FusedAdamS], params: Params) -> None:
+    optimizer = make()
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    refs = [weakref.ref(optimizer), *map(weakref.ref, tensors)]
+    del tensors, optimizer
+    assert [ref() for ref in refs] == [None] * len(refs)
+    for param in params:  # they may be trained on
+        param.grad = None
+    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_freed_at_once(backend: str, use: Callable[..., FusedAdamS]) -> None:
+    params = random_params(SHAPES)
+    assert_freed(lambda: use(params, backend=backend), params)
+
+
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"state_dtype": "8bit"}),
+        (torch.bfloat16, {"master_weights": True}),
+        (torch.bfloat16, {"stochastic_rounding": True}),
+        (torch.float32, {"decay": "decoupled"}),
+    ],
+    ids=str,
+)
+def test_freed_at_once_with_other_state(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    params = random_params(SHAPES, dtype)
+    assert_freed(lambda: stepped(params, backend=backend, **options), params)
+
+
+def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
+    """And may be removed after its optimizer is gone."""
+    params = random_params(SHAPES)
+    optimizer = released(params)
+    handle, gone = optimizer.release_gradients(), weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
+    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+    assert all(param.grad is not None for param in params), "nobody takes them any more"
+    handle.remove()
+
+
+# --- Shallow copies
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would share moments, but not what is kept of them beside the state: each would step with the other's sums."""
+    params = random_params(SHAPES)
+    optimizer = stepped(params)
+    with pytest.raises(TypeError, match=r"copy\.deepcopy"):
+        copy.copy(optimizer)
+    again, twin = copy.deepcopy((params, optimizer))
+    run(again, random_grads(SHAPES, 1), twin)
+    assert float(twin.state[again[0]]["step"]) == 3
+    assert float(optimizer.state[params[0]]["step"]) == 2

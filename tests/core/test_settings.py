@@ -1,0 +1,252 @@
+"""Attributes that are set after construction: obeyed from the next step on, or refused while nothing has changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swd_fused import FusedAdamS
+from swd_fused.options import Options
+from tests.device import DEVICE
+from tests.runs import random_grads, random_params, run
+
+nan = float("nan")
+SHAPES = [(300,), (31, 17)]
+
+BAD_VALUES: list[tuple[dict[str, Any], str, Any, str]] = [
+    *(({}, "max_grad_norm", value, "max_grad_norm=.*wanted a number > 0") for value in (-1.0, 0, nan, "1", True)),
+    ({"schedule": "lagged"}, "max_grad_norm", 1.0, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
+    ({"max_grad_norm": 1.0}, "schedule", "lagged", 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
+    ({"skip_nonfinite": True}, "schedule", "lagged", 'schedule="lagged" with skip_nonfinite=True'),
+    ({"decay": "l2"}, "schedule", "lagged", "schedule=\"lagged\" with decay='l2'"),
+    ({}, "schedule", "laged", "schedule='laged', wanted one of"),
+    ({}, "schedule", None, "schedule=None, wanted one of"),
+    ({}, "backend", "tpu", "backend='tpu', wanted one of"),
+    *(({}, "total_numel", value, "total_numel=.*wanted a whole number") for value in (0, True, 1.5, "900")),
+    ({}, "total_numel", 9, "total_numel=9, but this rank alone has 827"),
+    *(({}, "set_grad_none", value, "set_grad_none=.*wanted True or False") for value in (1, None)),
+    ({}, "grad_sumsq_provider", 3.0, "grad_sumsq_provider=3.0, wanted a function"),
+]
+CANNOT_BE_SET: list[tuple[str, Any, str]] = [
+    ("options", Options(decay="l2"), "options .*[Bb]uild a new optimizer"),
+    ("skipped_steps", 0, r"skipped_steps.zero_\(\)"),
+    ("exp_avg_sq_mean", torch.ones(()), "exp_avg_sq_mean .*last step"),
+    ("grad_norm", torch.ones(()), "grad_norm .*last step"),
+    *((name, 0.5, f'{name} .*param_groups.*"{name}"') for name in ("lr", "weight_decay", "betas", "eps", "max_decay")),
+    *((name, True, f"{name} .*[Bb]uild a new optimizer") for name in ("decay", "master_weights", "seed")),
+    ("skip_nonfinite", True, "skip_nonfinite .*[Bb]uild a new optimizer"),
+]
+
+
+def assert_refused(options: dict[str, Any], name: str, value: Any, error: type[Exception], message: str) -> None:
+    """Setting raises, and the run goes on as one in which nobody has tried to set anything."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    others = copy.deepcopy(params)
+    optimizer, untouched = FusedAdamS(params, **options), FusedAdamS(others, **options)
+    run(params, grads[:2], optimizer)
+    shown, before = repr(optimizer), getattr(optimizer, name, None)
+    with pytest.raises(error, match=message):
+        setattr(optimizer, name, value)
+    assert repr(optimizer) == shown
+    assert getattr(optimizer, name, None) == before
+    run(params, grads[2:], optimizer)
+    run(others, grads, untouched)
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize(("options", "name", "value", "message"), BAD_VALUES, ids=str)
+def test_bad_values_are_refused(options: dict[str, Any], name: str, value: Any, message: str) -> None:
+    assert_refused(options, name, value, ValueError, message)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), CANNOT_BE_SET, ids=str)
+def test_what_cannot_be_set_says_what_to_do(name: str, value: Any, message: str) -> None:
+    assert_refused({}, name, value, AttributeError, message)
+
+
+def test_attributes_of_others_are_theirs() -> None:
+    """Schedulers, GradScaler and wrappers keep their own on an optimizer."""
+    optimizer: Any = FusedAdamS(random_params([(3,)]))
+    optimizer.grad_scale, optimizer.found_inf, optimizer._step_count, optimizer.max_norm = None, None, 3, 1.0
+    assert (optimizer.grad_scale, optimizer._step_count, optimizer.max_norm) == (None, 3, 1.0)
+
+
+# --- What is obeyed: as an optimizer that was built so and goes on from the same state
+
+Setting = tuple[str, Any]
+OBEYED: list[tuple[dict[str, Any], list[Setting]]] = [
+    ({}, [("max_grad_norm", 0.5)]),
+    ({"max_grad_norm": 0.5}, [("max_grad_norm", 3)]),
+    ({"max_grad_norm": 0.5}, [("max_grad_norm", None)]),
+    ({}, [("schedule", "lagged")]),
+    ({"schedule": "lagged"}, [("schedule", "exact")]),
+    ({"schedule": "lagged"}, [("schedule", "exact"), ("max_grad_norm", 0.5)]),
+    ({"max_grad_norm": 0.5}, [("max_grad_norm", None), ("schedule", "lagged")]),
+    ({"decay": "decoupled", "weight_decay": 0.1}, [("max_grad_norm", 0.5)]),
+    ({}, [("total_numel", 5000)]),
+    ({"total_numel": 5000}, [("total_numel", None)]),
+]
+
+
+def told(optimizer: FusedAdamS) -> list[Tensor]:
+    return [optimizer.exp_avg_sq_mean.clone(), optimizer.grad_norm.clone()]
+
+
+@pytest.mark.parametrize("amsgrad_of_second", [False, True], ids=["one bucket", "two buckets"])
+@pytest.mark.parametrize(("options", "settings"), OBEYED, ids=str)
+def test_obeyed_from_the_next_step_on(
+    backend: str, options: dict[str, Any], settings: list[Setting], amsgrad_of_second: bool
+) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+
+    def new_optimizer(params: list[nn.Parameter], **options: Any) -> FusedAdamS:
+        groups = [{"params": params[:1]}, {"params": params[1:], "amsgrad": amsgrad_of_second}]
+        return FusedAdamS(groups, lr=0.01, backend=backend, **options)
+
+    optimizer = new_optimizer(params, **options)
+    run(params, grads[:2], optimizer)
+    others, as_it_was = copy.deepcopy(params), copy.deepcopy((params, optimizer))
+    built_so = new_optimizer(others, **{**options, **dict(settings)})
+    built_so.load_state_dict(optimizer.state_dict())
+    for name, value in settings:
+        setattr(optimizer, name, value)
+        assert getattr(optimizer, name) == value
+    run(params, grads[2:], optimizer)
+    run(others, grads[2:], built_so)
+    run(as_it_was[0], grads[2:], as_it_was[1])
+    assert all(map(torch.equal, params, others))
+    assert all(map(torch.equal, told(optimizer), told(built_so)))
+    assert not all(map(torch.equal, params, as_it_was[0])), "the setting makes a difference"
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+@pytest.mark.parametrize("later", ["torch", "cpu", "triton"])
+def test_a_backend_set_later_takes_the_steps(backend: str, later: Any, schedule: Any) -> None:
+    """Each rounds in its own way, so the bits tell which one it was. `repr` says the same."""
+    if DEVICE != "cpu" and later == "cpu":
+        pytest.skip("the C++ kernels are for the CPU")
+    shapes = [(2000,), (31, 17)]
+    params, grads = random_params(shapes), random_grads(shapes, 4)
+    optimizer = FusedAdamS(params, lr=0.01, backend=backend, schedule=schedule)  # type: ignore[arg-type]
+    run(params, grads[:2], optimizer)
+    others, as_it_was = copy.deepcopy(params), copy.deepcopy((params, optimizer))
+    built_so = FusedAdamS(others, lr=0.01, backend=later, schedule=schedule)
+    built_so.load_state_dict(optimizer.state_dict())
+    optimizer.backend = later
+    assert repr(optimizer) == repr(built_so)
+    run(params, grads[2:], optimizer)
+    run(others, grads[2:], built_so)
+    run(as_it_was[0], grads[2:], as_it_was[1])
+    assert all(map(torch.equal, params, others))
+    assert all(map(torch.equal, params, as_it_was[0])) == (later == backend)
+
+
+def test_a_backend_that_cannot_serve_is_refused() -> None:
+    optimizer = FusedAdamS([nn.Parameter(torch.ones(3, device="meta"))])
+    with pytest.raises(RuntimeError, match=r'backend="cpu" cannot serve torch\.float32 parameters on meta'):
+        optimizer.backend = "cpu"
+    assert optimizer.backend == "auto"
+
+
+def test_set_grad_none_and_provider_are_obeyed() -> None:
+    (param,) = params = random_params([(3,)])
+    optimizer = FusedAdamS(params)
+    optimizer.set_grad_none = False
+    param.grad = torch.ones(3)
+    optimizer.zero_grad()
+    assert param.grad is not None
+    param.grad = torch.ones(3)
+    optimizer.grad_sumsq_provider = lambda: (12.0, None)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(12.0**0.5)
+    optimizer.grad_sumsq_provider = None
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(3.0**0.5)
+
+
+def test_a_provider_that_gives_something_else_is_told() -> None:
+    (param,) = params = random_params([(3,)])
+    param.grad = torch.ones(3)
+    optimizer = FusedAdamS(params)
+    optimizer.grad_sumsq_provider = lambda: 12.0  # type: ignore[assignment,return-value]
+    with pytest.raises(ValueError, match=r"grad_sumsq_provider returned 12\.0, wanted a pair"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_skipped_steps_can_be_set_back() -> None:
+    (param,) = params = random_params([(3,)])
+    optimizer = FusedAdamS(params, skip_nonfinite=True)
+    for _ in range(2):
+        param.grad = torch.full((3,), nan)
+        optimizer.step()
+        optimizer.skipped_steps.zero_()
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 1
+
+
+def pickled(both: Any) -> Any:
+    return pickle.loads(pickle.dumps(both))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
+def test_copies_check_as_well(again: Any) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params)
+    optimizer.max_grad_norm = 0.5
+    run(params, random_grads(SHAPES, 2), optimizer)
+    params, twin = again((params, optimizer))
+    assert twin.max_grad_norm == 0.5
+    with pytest.raises(ValueError, match=r'schedule="lagged" with max_grad_norm=0\.5'):
+        twin.schedule = "lagged"
+    twin.max_grad_norm, twin.schedule = None, "lagged"
+    run(params, random_grads(SHAPES, 2), twin)
+
+
+# --- With gradient release, whose next step may have begun
+
+
+def test_what_gradient_release_cannot_do_is_refused_at_once() -> None:
+    for options, name, value in (
+        ({"schedule": "lagged"}, "schedule", "exact"),
+        ({"decay": "decoupled"}, "max_grad_norm", 1.0),
+    ):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = FusedAdamS([param], **options)
+        released = optimizer.release_gradients()
+        before = getattr(optimizer, name)
+        with pytest.raises(ValueError, match="release_gradients"):
+            setattr(optimizer, name, value)
+        assert getattr(optimizer, name) == before
+        for _ in range(2):
+            param.sum().backward()
+            optimizer.step()
+        released.remove()
+        setattr(optimizer, name, value)
+        param.sum().backward()
+        optimizer.step()
+        assert int(optimizer.state[param]["step"]) == 3
+
+
+def test_nothing_is_set_between_a_released_backward_pass_and_its_step() -> None:
+    """Half of the parameters would be stepped with other settings than the rest."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamS([param], schedule="lagged", backend="cpu" if DEVICE == "cpu" else "auto")
+    optimizer.release_gradients()
+    for _ in range(2):
+        param.sum().backward()
+        optimizer.step()
+    param.sum().backward()
+    with pytest.raises(RuntimeError, match=r"backend .*optimizer\.step\(\) first"):
+        optimizer.backend = "torch"
+    optimizer.step()
+    optimizer.backend = "torch"
+    param.sum().backward()
+    optimizer.step()
+    assert int(optimizer.state[param]["step"]) == 4
+    assert "backend: torch" in repr(optimizer)
