@@ -209,7 +209,7 @@ class FusedAdamS(Optimizer):
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
-        if self._gradient_release is not None:
+        if self._gradient_release is not None and not self._gradient_release.has_ended:
             self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
 
@@ -266,6 +266,8 @@ class FusedAdamS(Optimizer):
         numel: int | None = None,
     ) -> float | None:
         loss = None
+        if self._gradient_release is not None and self._gradient_release.has_ended:
+            self._gradient_release = None
         if self._gradient_release is not None:
             self._end_released_step(closure, grad_sumsq, numel)
             return None

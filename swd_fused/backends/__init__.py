@@ -25,6 +25,7 @@ class Backend(Protocol):
     """
 
     is_capturable: bool  # whether its steps may be captured in a CUDA graph
+    is_atomic: bool  # whether `step` cannot be interrupted between the updates of two tensors
 
     def description(self, device: torch.device) -> str:
         """Returns the backend's name for `repr`, and what is special about it on this device."""

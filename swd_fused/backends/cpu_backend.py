@@ -29,6 +29,7 @@ class Operands(NamedTuple):
 
 class CpuBackend:
     is_capturable = False
+    is_atomic = True
 
     def description(self, device: torch.device) -> str:
         return "cpu"

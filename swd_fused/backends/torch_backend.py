@@ -38,6 +38,7 @@ PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 class TorchBackend:
     is_capturable = False
+    is_atomic = False
 
     def description(self, device: torch.device) -> str:
         return "torch"

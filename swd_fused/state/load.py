@@ -61,8 +61,10 @@ def initialized(
     convert_moments(state, param, group["state_dtype"], backend)
     if not options.needs_master(param.dtype):
         state.pop(MASTER, None)
-    elif MASTER not in state:
-        state[MASTER] = param.detach().to(torch.float32, copy=True)
+    else:
+        state[MASTER] = (
+            state[MASTER].to(torch.float32) if MASTER in state else param.detach().to(torch.float32, copy=True)
+        )
     return state
 
 

@@ -18,6 +18,7 @@ from swd_fused.distributed.wrappers import refuse_late_reduction
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
+from swd_fused.step.interrupts import deferred_interrupts
 from swd_fused.step.stepper import Stepper
 from swd_fused.tensors.description import Description, State, StepInput, sharding_in
 from swd_fused.tensors.hyper import GroupValues, scalar_dtype
@@ -189,12 +190,8 @@ class GradientRelease:
                     return description
                 sums = stepper.step_before.sums(description, NO_GATE)
                 step.mean = sums.mean(None, stepper.options.total_numel)
-            for bucket in description.buckets:
-                if bucket.present_grads:
-                    mean = to_device(step.mean, bucket.device)
-                    grad_sq = to_device(bucket.backend.pass2(bucket, mean, None, None, True), ranks.device)
-                    step.grad_sqs[bucket.sharding] = step.grad_sqs.get(bucket.sharding, 0) + grad_sq
-                    bucket.note_step(may_have_been_skipped=False)
+            with deferred_interrupts():
+                self._update(step, description)
         finally:
             description.end()
             step.gathered, step.gathered_bytes = {}, 0
@@ -203,6 +200,15 @@ class GradientRelease:
         for param in params:
             param.grad = None
         return description
+
+    def _update(self, step: ReleasedStep, description: Description) -> None:
+        assert step.mean is not None, "known before the first update"
+        for bucket in description.buckets:
+            if bucket.present_grads:
+                mean = to_device(step.mean, bucket.device)
+                grad_sq = to_device(bucket.backend.pass2(bucket, mean, None, None, True), description.ranks.device)
+                step.grad_sqs[bucket.sharding] = step.grad_sqs.get(bucket.sharding, 0) + grad_sq
+                bucket.note_step(may_have_been_skipped=False)
 
     def _take_first_step(self, step: ReleasedStep, params: list[Tensor]) -> None:
         """Takes an exact step of all that has a gradient, and frees gradients as it goes.

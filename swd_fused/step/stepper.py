@@ -18,6 +18,7 @@ from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
 from swd_fused.step.adamw_terms import Calibration
 from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
+from swd_fused.step.interrupts import deferred_interrupts
 from swd_fused.step.sums import (
     FromCaller,
     FromCallerInParts,
@@ -132,11 +133,13 @@ class Stepper:
             source = self._usual_source
             if grad_sq is not None or self._in_parts.is_begun:
                 source = self._source(step, groups, state, grad_sq, numel)
+            bucket = step.only_bucket
             scalars: StepScalars | Tensor | None = None
-            if step.only_bucket is not None:
-                scalars = self._step_at_once(step.only_bucket, source, gate)
+            if bucket is not None and bucket.backend.is_atomic:
+                scalars = self._step_at_once(bucket, source, gate)
             if scalars is None:
-                scalars = self._step_in_passes(step, source, gate)
+                with deferred_interrupts():
+                    scalars = self._step_in_passes(step, source, gate)
         finally:
             step.end()
         self.record(step, groups, values, scalars, gate)
@@ -254,7 +257,11 @@ class Stepper:
             gate = gate.on(bucket.device)
         return bucket.backend.step(bucket, gate, lagged)
 
-    def _step_in_passes(self, step: Description, source: Source, gate: Gate) -> StepScalars:
+    def _step_in_passes(self, step: Description, source: Source, gate: Gate) -> StepScalars | Tensor:
+        if step.only_bucket is not None and not step.only_bucket.backend.is_atomic:
+            scalars = self._step_at_once(step.only_bucket, source, gate)
+            if scalars is not None:
+                return scalars
         ranks = step.ranks
         sums = source.sums(step, gate)
         grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)

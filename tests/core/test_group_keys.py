@@ -153,7 +153,7 @@ def test_a_step_count_of_any_kind_is_obeyed(backend: str, count: Any) -> None:
     state_dict = copy.deepcopy(expected.state_dict())
     state_dict["state"][1]["step"].fill_(100.0)
     expected.load_state_dict(state_dict)
-    optimizer.state[params[1]]["step"] = count
+    optimizer.state[params[1]]["step"] = copy.deepcopy(count)  # which is advanced in place if it is a tensor
     run(params, grads[2:], optimizer)
     run(others, grads[2:], expected)
     assert all(map(torch.equal, params, others))
