@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
+from swd_fused.clipped_steps import ClippedSteps
 from swd_fused.options import Decay, Options, is_number, message
 from swd_fused.schedule import Hyper, hyper_rows
 
@@ -29,6 +30,8 @@ class InAdamWTerms(Optimizer):
     exp_avg_sq_mean: Tensor
     grad_norm: Tensor
     skipped_steps: Tensor
+    max_grad_norm: float | None
+    _clipped_steps: ClippedSteps
     options: Options
 
     def effective_weight_decay(self) -> list[float]:
@@ -47,8 +50,11 @@ class InAdamWTerms(Optimizer):
 
         `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
         `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
+        `skipped_steps` and, where `max_grad_norm` is set, `clipped_share` are of all steps since this optimizer was
+        made: near 1 clipping makes the decay constant.
         """
         decays = zip(self.param_groups, self.effective_weight_decay(), strict=True)
+        clipped = {} if self.max_grad_norm is None else {"clipped_share": self._clipped_steps.share()}
         return {
             "grad_norm": float(self.grad_norm),
             "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
@@ -56,6 +62,7 @@ class InAdamWTerms(Optimizer):
                 f"effective_weight_decay/{group.get('name', index)}": decay
                 for index, (group, decay) in enumerate(decays)
             },
+            **clipped,
             "skipped_steps": float(self.skipped_steps),
         }
 

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from swd_fused.adamw_terms import check_some_group_decays, checked_calibration
 from swd_fused.bucket import Bucket
+from swd_fused.clipped_steps import ClippedSteps
 from swd_fused.compiled_step import new_handle, optimizer_step
 from swd_fused.decay_warning import DecayWarning
 from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
@@ -60,6 +61,7 @@ ATTRIBUTES = (
     "options",
     "set_grad_none",
     "skipped_steps",
+    "_clipped_steps",
     "_sharded_over",
     "_last",
 )
@@ -160,6 +162,7 @@ class FusedAdamS(TakesSteps):
         self.backend = backend
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._clipped_steps = ClippedSteps()
         self.grad_sumsq_provider = None
         self._sharded_over = ShardedOver.checked(process_group)
         self._handle = new_handle(self)
@@ -367,6 +370,7 @@ class FusedAdamS(TakesSteps):
                 group.setdefault(key, value)
         self._handle = new_handle(self)
         self.__dict__.setdefault("_in_graphs", [])
+        self.__dict__.setdefault("_clipped_steps", ClippedSteps())  # pickles of older versions lack it
         self._pass_one = PassOne(self._has_amsgrad)
         self._step_before = self.__dict__.get("_step_before") or StepBefore(self._pass_one)
         self._start_anew()

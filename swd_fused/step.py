@@ -40,7 +40,6 @@ from swd_fused.transfer import from_host, is_fake, to_device
 class TakesSteps(InAdamWTerms):
     """The part of FusedAdamS that takes a step, and what it keeps from one step to the next."""
 
-    max_grad_norm: float | None
     schedule: str
     total_numel: int | None
     backend: BackendName
@@ -98,6 +97,7 @@ class TakesSteps(InAdamWTerms):
                 is_lagged_over_ranks=grad_sumsq is None and self._needs_one_pass() and not ranks.is_local,
                 is_calibrating=any(group["adamw_weight_decay"] is not None for group in self.param_groups),
                 is_first_to_skip=gate.may_skip and self.skipped_steps.device != ranks.device,
+                is_first_to_clip=gate.max_grad_norm is not None and not self._clipped_steps.is_ready_on(ranks.device),
             )
         self._end_calibration()
         self._decay_warning.warn()
@@ -186,6 +186,8 @@ class TakesSteps(InAdamWTerms):
                     self.skipped_steps, skip.device
                 )
             self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
+        if gate.max_grad_norm is not None and not self._in_parts.goes_on:
+            self._clipped_steps.count(scalars, gate.max_grad_norm, gate.may_skip)
         for bucket in self._buckets.current:
             bucket.note_step(gate.may_skip)
         if self._buckets.are_captured:

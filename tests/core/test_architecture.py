@@ -26,7 +26,7 @@ LAYERS = [
     ["options", "param_groups"],
     ["group_checks"],
     ["distributed.sharding", "schedule"],
-    ["distributed.collective", "distributed.wrappers", "element_numbers", "decay_warning"],
+    ["distributed.collective", "distributed.wrappers", "element_numbers", "decay_warning", "clipped_steps"],
     ["distributed.ranks", "stochastic_rounding"],
     ["eight_bit"],
     ["moments"],
