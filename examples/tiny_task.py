@@ -14,6 +14,7 @@ STEPS = 12
 BATCH = 16  # of all ranks together
 LR = 1e-2
 MAX_GRAD_NORM = 0.5
+DECAY: dict[str, Any] = {"adamw_weight_decay": 0.1, "calibration_steps": 4}  # AdamW's for 4 steps, then the schedule's
 
 
 def new_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -26,14 +27,6 @@ def dataset(dtype: torch.dtype = torch.float64) -> TensorDataset:
     x = torch.randn(STEPS * BATCH, 9, generator=generator, dtype=torch.float64)
     y = torch.sin(x[:, :5] * torch.arange(1, 6)) * torch.tensor([0.1, 0.3, 1.0, 3.0, 10.0])
     return TensorDataset(x.to(dtype), y.to(dtype))
-
-
-def param_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
-    params = list(model.parameters())
-    matrices = [param for param in params if param.dim() > 1]
-    vectors = [param for param in params if param.dim() <= 1]
-    return [{"params": matrices, "weight_decay": 5e-3}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def arguments(description: str | None, **choices: list[str]) -> argparse.Namespace:

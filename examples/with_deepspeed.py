@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tiny_task
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, param_groups
 from swd_fused.distributed.deepspeed import follow
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     model = tiny_task.new_model(torch.float32)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=FusedAdamS(tiny_task.param_groups(model), lr=tiny_task.LR),
+        optimizer=FusedAdamS(param_groups(model), lr=tiny_task.LR, **tiny_task.DECAY),
         config={
             "train_batch_size": tiny_task.BATCH,
             "gradient_clipping": tiny_task.MAX_GRAD_NORM,
@@ -43,7 +43,7 @@ def main() -> None:
     with deepspeed.zero.GatheredParameters(params, enabled=options.stage == "3"):
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     if dist.get_rank() == 0:
-        print(f"rms gradient {engine.optimizer.optimizer.exp_avg_sq_mean.sqrt():.6f}")
+        print(f"rms gradient {engine.optimizer.optimizer.metrics()['rms_grad']:.6f}")
         tiny_task.save(options.save, weights)
     dist.destroy_process_group()
 

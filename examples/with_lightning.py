@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tiny_task
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, param_groups
 
 RANKS = 2
 
@@ -33,7 +33,8 @@ class Module(lightning.LightningModule):
         return torch.nn.functional.mse_loss(self.model(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return FusedAdamS(tiny_task.param_groups(self.model), lr=tiny_task.LR, max_grad_norm=tiny_task.MAX_GRAD_NORM)
+        groups = param_groups(self)
+        return FusedAdamS(groups, lr=tiny_task.LR, max_grad_norm=tiny_task.MAX_GRAD_NORM, **tiny_task.DECAY)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         sampler = DistributedSampler(tiny_task.dataset(), RANKS, self.global_rank, shuffle=False)
@@ -60,7 +61,7 @@ def main() -> None:
     trainer.fit(module)
     weights = get_model_state_dict(module.model, options=StateDictOptions(full_state_dict=True))
     if trainer.is_global_zero:
-        print(f"rms gradient {trainer.optimizers[0].exp_avg_sq_mean.sqrt():.6f}")
+        print(f"rms gradient {trainer.optimizers[0].metrics()['rms_grad']:.6f}")
         tiny_task.save(options.save, weights)
 
 

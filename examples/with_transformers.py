@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 import tiny_task
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, param_groups
 
 
 class WithLoss(nn.Module):
@@ -37,7 +37,8 @@ class InOrder(Trainer):
 def main() -> None:
     options = tiny_task.arguments(__doc__)
     model = WithLoss()
-    optimizer = FusedAdamS(tiny_task.param_groups(model), lr=tiny_task.LR, max_grad_norm=tiny_task.MAX_GRAD_NORM)
+    groups = param_groups(model)
+    optimizer = FusedAdamS(groups, lr=tiny_task.LR, max_grad_norm=tiny_task.MAX_GRAD_NORM, **tiny_task.DECAY)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     samples = [{"x": x, "labels": y} for x, y in tiny_task.dataset()]
     with tempfile.TemporaryDirectory() as directory:
@@ -60,7 +61,7 @@ def main() -> None:
         )
         trainer.train()
     if trainer.is_world_process_zero():
-        print(f"rms gradient {optimizer.exp_avg_sq_mean.sqrt():.6f}")
+        print(f"rms gradient {optimizer.metrics()['rms_grad']:.6f}")
         tiny_task.save(options.save, model.state_dict())
 
 

@@ -447,6 +447,7 @@ class FusedAdamS(Optimizer):
             "set_grad_none": self.set_grad_none,
             "options": stepper.options,
             "skipped_steps": stepper.skipped_steps,
+            "_clipped_steps": stepper.clipped_steps,
             "_sharded_over": stepper.sharded_over,
             "_last": stepper.last,
         }
@@ -460,6 +461,7 @@ class FusedAdamS(Optimizer):
             own = {name: state.pop(name) for name in Options._fields if name in state}
             self._stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
             self._stepper.skipped_steps, last = state.pop("skipped_steps"), state.pop("_last")
+            self._stepper.clipped_steps = state.pop("_clipped_steps", self._stepper.clipped_steps)
         else:
             last = None
         super().__setstate__(state)
@@ -505,13 +507,17 @@ class FusedAdamS(Optimizer):
 
         `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
         `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
+        `skipped_steps` and, where `max_grad_norm` is set, `clipped_share` are of all steps since this optimizer was
+        made: near 1 clipping makes the decay constant.
         """
+        clipped = {} if self.max_grad_norm is None else {"clipped_share": self._stepper.clipped_steps.share()}
         names = [group.get("name", index) for index, group in enumerate(self.param_groups)]
         decays = zip(names, self.effective_weight_decay(), strict=True)
         return {
             "grad_norm": float(self.grad_norm),
             "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
             **{f"effective_weight_decay/{name}": decay for name, decay in decays},
+            **clipped,
             "skipped_steps": float(self.skipped_steps),
         }
 

@@ -18,11 +18,11 @@ NORMS = (
     nn.modules.batchnorm._NormBase,  # all batch and instance norms
 )
 # Classes and parameters of other libraries, by their names: LlamaRMSNorm, FrozenBatchNorm2d, ViTEmbeddings; bias_ih_l0,
-# relative_position_bias_table, pos_embed.
+# attention_biases, relative_position_bias_table; pos_embed1, rel_pos_h, cls_token, register_tokens, not token_mixer.
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 EMBEDDING_CLASS = re.compile(r"Embeddings?$")
-BIAS = re.compile(r"(^|_)bias(_|$)")
-EMBEDDING = re.compile(r"(^|_)emb(ed(ding)?s?)?(_|$)")
+BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
+EMBEDDING = re.compile(r"(^|_)((emb(ed(ding)?s?)?|pos(ition(s|al)?)?)\d*(_|$)|tokens?\d*$)")
 
 
 def param_groups(
@@ -35,10 +35,11 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for FusedAdamS, or any torch optimizer, in which only matrices decay.
 
-    Biases, the parameters of norms, all scalars and vectors, and embeddings are in a group with `weight_decay=0`. The
-    groups are called "decay" and "no_decay", have the parameters' names, and are left out if they are empty. A
-    parameter that several modules share is listed once, and does not decay if it must not in one of them: with
-    `decay_embeddings=False` that is the head of a language model which shares its weights with the embedding.
+    Biases, the parameters of norms, all scalars and vectors, embeddings, and what a module itself lists in
+    `no_weight_decay()`, as timm's models do, are in a group with `weight_decay=0`. The groups are called "decay" and
+    "no_decay", have the parameters' names, and are left out if they are empty. A parameter that several modules share
+    is listed once, and does not decay if it must not in one of them: with `decay_embeddings=False` that is the head of
+    a language model which shares its weights with the embedding.
 
     The model may be sharded by DTensors (`fully_shard`, tensor parallelism) or on the meta device: only names, classes
     and global shapes count. Call it after whatever replaces parameters, as `fully_shard` and `to_empty` do.
@@ -46,7 +47,7 @@ def param_groups(
     Args:
         model: the model to train.
         weight_decay: of the group that decays, in the terms of the optimizer it is for. FusedAdamS's is not AdamW's.
-        decay_embeddings: whether embeddings decay, among them those for positions.
+        decay_embeddings: whether embeddings decay, among them those for positions and single tokens (`cls_token`).
         no_decay: names of further parameters that must not decay, as `model.named_parameters()` has them. `*` stands
             for any text, as in "*.router.weight".
         include_frozen: whether to list parameters that do not require gradients, to be unfrozen later.
@@ -68,13 +69,15 @@ def param_groups(
     patterns = dict.fromkeys(no_decay, False)  # and whether it has matched
     params: dict[Tensor, str] = {}
     exempt: set[Tensor] = set()
+    by_modules = _no_decay_by_modules(model)
     for name, param, module in _owned_params(model):
         _check(name, param)
         matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
         patterns.update(dict.fromkeys(matching, True))
         if param.requires_grad or include_frozen:
             params.setdefault(param, name)
-            if matching or not _decays(name, param, module, decay_embeddings):
+            is_listed = matching or any(fnmatchcase(name, pattern) for pattern in by_modules)
+            if is_listed or not _decays(name, param, module, decay_embeddings):
                 exempt.add(param)
     unmatched = [pattern for pattern, matched in patterns.items() if not matched]
     if unmatched:
@@ -101,6 +104,16 @@ def _owned_params(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             yield name, param, module
+
+
+def _no_decay_by_modules(model: nn.Module) -> list[str]:
+    """Returns what modules list in `no_weight_decay()`, as patterns, some of which only their variants match."""
+    patterns = []
+    for prefix, module in model.named_modules():
+        listed = getattr(module, "no_weight_decay", None)
+        if callable(listed):
+            patterns += [f"{prefix}.{name}".lstrip(".") for name in listed()]
+    return patterns
 
 
 def _check(name: str, param: Tensor) -> None:

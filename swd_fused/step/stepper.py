@@ -17,6 +17,7 @@ from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
 from swd_fused.step.adamw_terms import Calibration
+from swd_fused.step.clipped_steps import ClippedSteps
 from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
 from swd_fused.step.interrupts import deferred_interrupts
 from swd_fused.step.sums import (
@@ -58,6 +59,7 @@ class Stepper:
         self.sharded_over = sharded_over
         self.last: StepScalars | Tensor = torch.full((3,), math.nan, device="cpu")
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.clipped_steps = ClippedSteps()
         self.decay_warning = DecayWarning(is_fresh=is_fresh)
         self.calibration = Calibration()
         self._values: GroupValues | None = None
@@ -205,6 +207,8 @@ class Stepper:
                     self.skipped_steps, skip.device
                 )
             self.skipped_steps.add_(skip.to(torch.int64))  # in place: a CUDA graph does so in each replay
+        if gate.max_grad_norm is not None and not self._in_parts.is_same_step:
+            self.clipped_steps.count(scalars, gate.max_grad_norm, may_skip)
         for bucket in step.buckets:
             if bucket.masters or not bucket.has_stepped:
                 bucket.note_step(may_skip)
@@ -291,6 +295,7 @@ class Stepper:
             is_lagged_over_ranks=not gives_sum and self.options.needs_one_pass and not step.ranks.is_local,
             is_calibrating=any(group["adamw_weight_decay"] is not None for group in groups),
             is_first_to_skip=gate.may_skip and self.skipped_steps.device != step.ranks.device,
+            is_first_to_clip=gate.max_grad_norm is not None and not self.clipped_steps.is_ready_on(step.ranks.device),
         )
         return step.for_capture()
 

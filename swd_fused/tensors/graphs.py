@@ -55,7 +55,9 @@ def check_prepared(devices: Iterable[torch.device]) -> None:
         )
 
 
-def check_step(carries_sum: bool, is_lagged_over_ranks: bool, is_calibrating: bool, is_first_to_skip: bool) -> None:
+def check_step(
+    carries_sum: bool, is_lagged_over_ranks: bool, is_calibrating: bool, is_first_to_skip: bool, is_first_to_clip: bool
+) -> None:
     """Raises if a captured step has to do what a graph could not do again in each replay."""
     if carries_sum:
         raise RuntimeError(
@@ -76,4 +78,9 @@ def check_step(carries_sum: bool, is_lagged_over_ranks: bool, is_calibrating: bo
         raise RuntimeError(
             "FusedAdamS got the first step that may be skipped in the capture of a CUDA graph, which would set "
             "skipped_steps back in each replay. Take such a step before, on a side stream."
+        )
+    if is_first_to_clip:
+        raise RuntimeError(
+            "FusedAdamS got the first step that clips in the capture of a CUDA graph, which would set the count of "
+            "clipped steps back in each replay. Take such a step before, on a side stream."
         )

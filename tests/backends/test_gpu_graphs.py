@@ -259,6 +259,18 @@ def test_steps_that_may_be_skipped_count_in_each_replay(backend: str) -> None:
     assert all(map(torch.equal, mixed.params, before))
 
 
+def test_steps_that_clip_count_in_each_replay(backend: str) -> None:
+    mixed = Mixed(backend, {})
+    mixed.optimizer.max_grad_norm = mixed.twin.max_grad_norm = 1.0
+    refused(mixed, RuntimeError, "the first step that clips")  # ends with a step whose norm is far above
+    replay = mixed.capture()  # after a step whose gradients are zero
+    for _ in range(3):
+        replay()
+    assert mixed.optimizer.metrics()["clipped_share"] == 4 / 5
+    mixed.step()
+    assert mixed.optimizer.metrics()["clipped_share"] == mixed.twin.metrics()["clipped_share"] == 5 / 6
+
+
 @pytest.mark.backends(without=("cpu", "triton"))
 def test_the_torch_backend_cannot_be_captured(backend: str) -> None:
     refused(Mixed(backend, {}), RuntimeError, 'wanted backend="triton"')

@@ -33,6 +33,7 @@ LAYERS = [
         "distributed.wrappers",
         "tensors.element_numbers",
         "step.decay_warning",
+        "step.clipped_steps",
         "step.interrupts",
     ],
     ["state.rounding"],

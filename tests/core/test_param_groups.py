@@ -84,6 +84,54 @@ def test_only_matrices_decay() -> None:
         assert names(param_groups(Model())) == found
 
 
+class VisionTransformer(nn.Module):
+    """The parameters that timm, torchvision and transformers give their vision models, under their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in TOKENS:
+            setattr(self, name, nn.Parameter(torch.zeros(1, 1, 4)))
+        for name in POSITIONS:
+            setattr(self, name, nn.Parameter(torch.zeros(1, 5, 4)))
+        for name in BIASES:
+            setattr(self, name, nn.Parameter(torch.zeros(9, 2)))
+        self.patch_embed = nn.Conv2d(3, 4, 2)
+        self.pos_proj = nn.Linear(4, 4)
+        self.token_mixer = nn.Parameter(torch.zeros(5, 5))
+        self.composed = nn.Parameter(torch.zeros(4, 4))
+
+
+TOKENS = ["cls_token", "cls_token1", "dist_token", "reg_token", "class_token", "mask_token", "register_tokens"]
+POSITIONS = [
+    *("pos_embed", "pos_embed1", "pos_embed_window", "pos_embedding", "position_embeddings", "positional_embedding"),
+    *("position_embedding_table", "patch_pos", "pixel_pos", "rel_pos_h", "rel_pos_w"),
+]
+BIASES = ["relative_position_bias_table", "attention_biases"]
+
+
+def test_tokens_and_positions_of_vision_models_do_not_decay() -> None:
+    model = nn.ModuleDict({"backbone": VisionTransformer(), "head": nn.Linear(4, 1)})
+    matrices = [f"backbone.{name}" for name in ("token_mixer", "composed", "patch_embed.weight", "pos_proj.weight")]
+    matrices.append("head.weight")
+    assert sorted(names(param_groups(model))["decay"]) == sorted(matrices)
+    embeddings = [f"backbone.{name}" for name in (*TOKENS, *POSITIONS)]
+    assert sorted(names(param_groups(model, decay_embeddings=True))["decay"]) == sorted(matrices + embeddings)
+
+
+class KnowsItself(VisionTransformer):
+    def no_weight_decay(self) -> set[str]:
+        """As timm's models have it, with names that some variants lack."""
+        return {"cls_token", "composed", "pos_proj.*", "freqs"}
+
+
+def test_models_say_what_must_not_decay() -> None:
+    model = nn.ModuleDict({"backbone": KnowsItself()})
+    assert names(param_groups(model))["decay"] == ["backbone.token_mixer", "backbone.patch_embed.weight"]
+    with_embeddings = names(param_groups(model, decay_embeddings=True))["decay"]
+    assert "backbone.dist_token" in with_embeddings
+    assert "backbone.cls_token" not in with_embeddings
+
+
 def test_shared_weights_are_listed_once_and_follow_the_embedding() -> None:
     model = Model()
     model.head.weight = model.tokens.weight

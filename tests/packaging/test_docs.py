@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +23,15 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def code_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return code_blocks_in(page.read_text())
+
+
+def code_blocks_in(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def uses_framework(block: str) -> bool:
+    return bool(re.search(rf"^(from|import) ({'|'.join(FRAMEWORKS)})\b", block, flags=re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
@@ -31,10 +43,9 @@ def anchors(page: Path) -> set[str]:
 
 def run_block(block: str, page: Path, namespace: dict[str, object]) -> None:
     """Runs a block, and ends the process group that it or a framework has begun: each recipe begins one of its own."""
-    uses_framework = re.search(rf"^(from|import) ({'|'.join(FRAMEWORKS)})\b", block, flags=re.MULTILINE)
     try:
         with warnings.catch_warnings():
-            if uses_framework:  # they have warnings of their own
+            if uses_framework(block):  # they have warnings of their own
                 warnings.simplefilter("ignore")
             exec(compile(block, page.name, "exec"), namespace)
     except ModuleNotFoundError as error:
@@ -89,6 +100,43 @@ def test_the_first_commands_are_on_the_first_screen() -> None:
 def test_what_is_to_be_made_can_be_made(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= set(targets)
+
+
+def undefined_names(block: str) -> set[str]:
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "json", "-"]
+    found = subprocess.run(command, input=block, capture_output=True, text=True, check=False).stdout
+    return {re.sub(r".*`(\w+)`.*", r"\1", problem["message"]) for problem in json.loads(found)}
+
+
+def test_recipes_need_nothing_but_a_model() -> None:
+    """Whoever copies one of them has not run those before."""
+    recipes = code_blocks_in((ROOT / "README.md").read_text().partition("\n## Recipes\n")[2].partition("\n## ")[0])
+    needs = {recipe: undefined_names(recipe) for recipe in recipes}
+    assert not [f"{names}:\n{recipe}" for recipe, names in needs.items() if not names <= {"model"}]
+    assert [names for recipe, names in needs.items() if "import deepspeed" in recipe] == [set()], "it has a model"
+
+
+@each_page
+def test_recipes_for_frameworks_pass_lr(page: Path) -> None:
+    """Trainer's own learning rate, 5e-5, does not reach an optimizer that is made outside, whose default is 1e-3."""
+    for block in filter(uses_framework, code_blocks(page)):
+        calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+        for call in calls:
+            if isinstance(call.func, ast.Name) and call.func.id == "FusedAdamS":
+                assert "lr" in {keyword.arg for keyword in call.keywords}, ast.unparse(call)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("with_*.py")), ids=lambda path: path.stem)
+def test_examples_do_as_the_readme_says(example: Path) -> None:
+    """AdamW's value, our groups, and what is logged by its name."""
+    text = example.read_text()
+    assert "param_groups(" in text
+    assert "import FusedAdamS, param_groups" in text
+    assert "tiny_task.DECAY" in text
+    assert "metrics()" in text
+    task = (ROOT / "examples" / "tiny_task.py").read_text()
+    assert "adamw_weight_decay" in task
+    assert not re.search(r"(?<!adamw_)weight_decay", text + task)
 
 
 @each_page

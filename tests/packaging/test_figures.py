@@ -1,0 +1,80 @@
+"""Figures on the README and in docs/: step times are those of the one run that is kept, claims have their command."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "benchmarks" / "results" / "step_time.csv"
+
+SUITES = {
+    "one tensor of 64M elements": "one-64M",
+    "GPT-2 124M": "gpt2-124m",
+    "ResNet-50": "resnet50",
+    "one tensor of 1M elements": "one-1M",
+    "1000 tensors of 500 elements": "1000x500",
+    "one tensor of 100,000 elements": "one-100k",
+    "11 tensors of 8,192 elements": "11x8192",
+    "one tensor of 10 elements": "one-10",
+}
+CONTENDERS = {
+    "exact": "FusedAdamS exact (cpu)",
+    "lagged": "FusedAdamS lagged (cpu)",
+    "exact with clipping": "FusedAdamS exact + clip (cpu)",
+    "exact, 8 bits": "FusedAdamS exact 8bit (cpu)",
+    "lagged, 8 bits": "FusedAdamS lagged 8bit (cpu)",
+    '"torch" backend, exact': "FusedAdamS exact (torch)",
+    "authors' loop": "authors' loop",
+    "torchao `AdamW8bit`": "torchao AdamW8bit",
+}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def tables_of_shapes(page: Path) -> list[list[list[str]]]:
+    """Returns the tables whose rows are shapes, as lists of cells."""
+    tables = re.findall(r"^\| shapes \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), flags=re.MULTILINE)
+    heads = re.findall(r"^(\| shapes \|.*)\n", page.read_text(), flags=re.MULTILINE)
+    return [[cells(head), *map(cells, rows.strip().split("\n"))] for head, rows in zip(heads, tables, strict=True)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_step_times_are_those_of_one_run(page: str) -> None:
+    """Each to as many digits as it is given."""
+    (head, *rows) = tables_of_shapes(ROOT / page)[0]
+    assert len(tables_of_shapes(ROOT / page)) == 1
+    with RUN.open() as file:
+        ratios = {(row["suite"], row["contender"]): float(row["ratio"]) for row in csv.DictReader(file)}
+    for shapes, *values in rows:
+        for column, value in zip(head[1:], values, strict=True):
+            measured = ratios.get((SUITES[shapes], CONTENDERS[column]))
+            digits = len(value.partition(".")[2])
+            assert value == ("" if measured is None else f"{measured:.{digits}f}"), f"{shapes}, {column}"
+
+
+@pytest.mark.parametrize(
+    ("page", "claim", "command"),
+    [
+        ("README.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
+        ("README.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
+        ("README.md", "Without a C++ compiler", "make bench"),
+        ("docs/distributed.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
+        ("docs/numerics.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
+        ("docs/benchmarks.md", "| shapes |", "make bench"),
+    ],
+)
+def test_claims_have_their_command(page: str, claim: str, command: str) -> None:
+    """In the same paragraph, or in that before a table."""
+    text = (ROOT / page).read_text()
+    before, found, after = text.partition(claim)
+    assert found
+    nearby = "\n\n".join(before.split("\n\n")[-2:]) + after.partition("\n\n")[0]
+    assert f"`{command}`" in nearby
+    for path in re.findall(r"tests/\S+\.py", command):
+        assert (ROOT / path).exists()
