@@ -143,7 +143,9 @@ def native_stacks(core: Path) -> str:
     if gdb is None:
         return "gdb is not installed here"
     script = ["-ex", "backtrace 40", "-ex", "thread apply all backtrace 20"]
-    run = subprocess.run([gdb, "-batch", *script, sys.executable, str(core)], capture_output=True, text=True)
+    offline = {**os.environ, "DEBUGINFOD_URLS": ""}  # else it may download symbols for minutes
+    command = [gdb, "-batch", "-nx", *script, sys.executable, str(core)]
+    run = subprocess.run(command, env=offline, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return "".join(line for line in run.stdout.splitlines(keepends=True) if not line.startswith("[New LWP"))
 
 
