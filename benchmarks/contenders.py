@@ -12,7 +12,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.authors_loop import AuthorsLoop
 from benchmarks.suites import Shape
-from swd_fused import FusedAdamS, eight_bit
+from swd_fused import FusedAdamS
+from swd_fused.state import eight_bit
 
 Step = Callable[[], object]
 Build = Callable[[Sequence[Tensor]], Step]

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS, bucket, eight_bit
+from swd_fused import FusedAdamS
 from swd_fused.backends.triton.kernels import tables
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, segments_of
+from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES, BlockNumbers
+from swd_fused.tensors import bucket
 from tests.backends.triton_launches import launches
 
 BF16 = torch.bfloat16

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS, eight_bit
+from swd_fused import FusedAdamS
+from swd_fused.state import eight_bit
 from tests.eight_bit_definition import WRONG, EightBitAdamS, Group
 from tests.runs import error, is_interpreted, random_grads, random_params, run, steps_for, to_numpy
 

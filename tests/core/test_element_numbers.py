@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS, bucket
+from swd_fused import FusedAdamS
 from swd_fused.backends import torch_sums
+from swd_fused.tensors import bucket
 from swd_fused.tensors.element_numbers import ElementNumbers, element_numbers
 from tests.runs import run
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swd_fused import FusedAdamS, gradient_release
+from swd_fused import FusedAdamS
+from swd_fused.step import release as gradient_release
 from tests.device import DEVICE
 from tests.runs import is_interpreted, steps_for, sum_tolerance
 

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swd_fused import FusedAdamS, sums
+from swd_fused import FusedAdamS
 from swd_fused.backends import torch_backend
+from swd_fused.step import sums
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train, whole

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from swd_fused import FusedAdamS, eight_bit
+from swd_fused import FusedAdamS
 from swd_fused.backends.triton.kernels.tables import EXP_AVG_ADDRESS, EXP_AVG_SQ_ADDRESS, EXP_AVG_SQ_MEAN
+from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES
 
 from .emulated_step import EmulatedStep

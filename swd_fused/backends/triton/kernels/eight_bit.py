@@ -1,4 +1,4 @@
-"""Moments in 8 bits, as swd_fused/eight_bit.py defines them: blocks of codes with a scale, several in a tile at once.
+"""Moments in 8 bits, as state/eight_bit.py defines them: blocks of codes with a scale, several in a tile at once.
 
 A tile has the shape [256 / width, blocks, width], where a warp's threads together have `width` neighbours: so a block
 is within one warp, each of its accesses is one stretch of memory, and what is found of a block takes no shared memory.
