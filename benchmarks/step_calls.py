@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.arguments import positive
@@ -38,13 +39,16 @@ def plain(values: Tensor) -> Tensor:
     return values
 
 
-def sharded(values: Tensor) -> Tensor:
-    """Returns a DTensor of two ranks."""
-    if not dist.is_initialized():
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+@cache
+def two_ranks() -> DeviceMesh:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    return distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    return init_device_mesh("cpu", (2,))
+
+
+def sharded(values: Tensor) -> Tensor:
+    return DTensor.from_local(values, two_ranks(), [Shard(0)])
 
 
 @dataclass(frozen=True)

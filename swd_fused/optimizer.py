@@ -31,7 +31,7 @@ from swd_fused.options import (
     kind_of_decay,
     warn_of_lost_updates,
 )
-from swd_fused.settings import Setting, check_attribute
+from swd_fused.settings import Checked, Setting, fix_attributes
 from swd_fused.state.load import (
     adopt_masters,
     check_state_dict,
@@ -107,6 +107,10 @@ class FusedAdamS(Optimizer):
     schedule = Setting()
     total_numel = Setting()
     backend = Setting()
+    set_grad_none = Checked("True or False", lambda value: isinstance(value, bool))
+    grad_sumsq_provider = Checked(
+        "a function that returns grad_sumsq and numel, or None", lambda value: value is None or callable(value)
+    )
 
     @_disable_dynamo
     def __init__(
@@ -150,7 +154,7 @@ class FusedAdamS(Optimizer):
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
-        self.grad_sumsq_provider: Callable[[], tuple[float | Tensor, int | None]] | None = None
+        self.grad_sumsq_provider = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -202,10 +206,6 @@ class FusedAdamS(Optimizer):
         if "process_group" in param_group:
             param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
         super().add_param_group(param_group)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        check_attribute(name, value)
-        super().__setattr__(name, value)
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
@@ -293,8 +293,9 @@ class FusedAdamS(Optimizer):
                 )
             if torch._C._current_graph_task_id() != -1:
                 refuse_step_in_backward()
-            if self.grad_sumsq_provider is not None:
-                grad_sumsq, numel = provided(self.grad_sumsq_provider())
+            provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
+            if provider is not None:
+                grad_sumsq, numel = provided(provider())
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
 
@@ -530,6 +531,9 @@ class FusedAdamS(Optimizer):
         for group in self.param_groups:
             if group["weight_decay"] > 0:
                 group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+
+
+fix_attributes(FusedAdamS)
 
 
 def refuse_step_in_backward() -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swd_fused.distributed.sharding import local_tensor
@@ -49,11 +50,41 @@ class Setting:
         optimizer.use(options, self._name)
 
 
-def check_attribute(name: str, value: object) -> None:
-    """Raises if an attribute cannot be set, or not to this value."""
-    if name in FIXED:
-        raise AttributeError(f"FusedAdamS.{name} cannot be set: {FIXED[name]}")
-    if name == "set_grad_none" and not isinstance(value, bool):
-        raise ValueError(message(name, value, "True or False"))
-    if name == "grad_sumsq_provider" and not (value is None or callable(value)):
-        raise ValueError(message(name, value, "a function that returns grad_sumsq and numel, or None"))
+class Checked:
+    """An attribute that is checked when it is set."""
+
+    def __init__(self, wanted: str, is_valid: Callable[[Any], bool]) -> None:
+        self._wanted, self._is_valid = wanted, is_valid
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
+        return self if optimizer is None else optimizer.__dict__[self._name]
+
+    def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
+        if not self._is_valid(value):
+            raise ValueError(message(self._name, value, self._wanted))
+        optimizer.__dict__[self._name] = value
+
+
+class Fixed:
+    """An attribute that cannot be set, and may not exist: what is not taken up should not look as if it were."""
+
+    def __init__(self, name: str, advice: str, known: property | None) -> None:
+        self._name, self._advice, self._known = name, advice, known
+        self.__doc__ = None if known is None else known.__doc__
+
+    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
+        if self._known is None:
+            raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}: {self._advice}")
+        return self._known if optimizer is None else self._known.__get__(optimizer, owner)
+
+    def __set__(self, optimizer: FusedAdamS, value: object) -> None:
+        raise AttributeError(f"FusedAdamS.{self._name} cannot be set: {self._advice}")
+
+
+def fix_attributes(optimizer: type[FusedAdamS]) -> None:
+    """Has the class refuse to set what is in `FIXED`. By descriptors: `__setattr__` would be called in each step."""
+    for name, advice in FIXED.items():
+        setattr(optimizer, name, Fixed(name, advice, optimizer.__dict__.get(name)))

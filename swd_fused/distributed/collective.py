@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,27 +29,27 @@ class Collective:
             {group for sharding in self._shardings for group in sharding},
             key=lambda group: (group in given, -group.size(), group.group_name),
         )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there is nothing to be told to others."""
-        return not self._groups
+        self._places = {group: device_for(group, device) for group in self._groups}
+        self.is_local = not self._groups  # whether there is nothing to be told to others
 
     def start(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Reduction:
         """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
-        parts: dict[Sharding, list[Tensor]] = {sharding: [] for sharding in self._shardings}
+        sums: dict[Sharding, Tensor] = {}
         for sharding, row in rows:
-            parts[sharding].append(to_device(row, self.device))
-        sums = {sharding: added(rows, width, self.device) for sharding, rows in parts.items()}
-        return Reduction(sums, self._groups, self.device)
+            row = row if row.device == self.device else to_device(row, self.device)
+            sums[sharding] = sums[sharding] + row if sharding in sums else row
+        for sharding in self._shardings:
+            if sharding not in sums:
+                sums[sharding] = torch.zeros(width, dtype=scalar_dtype(self.device), device=self.device)
+        return Reduction(sums, self._places, self.device)
 
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
 
     def largest(self, value: Tensor) -> Tensor:
         """Returns the largest of all ranks' values. Where shardings differ, one group's result goes on to the next."""
-        for group in self._groups:
-            there = value.to(device_for(group, value), copy=True)
+        for group, place in self._places.items():
+            there = value.to(place, copy=True)
             dist.all_reduce(there, dist.ReduceOp.MAX, group)
             value = there.to(value.device)
         return value
@@ -62,13 +62,17 @@ class Reduction:
     model's own communication.
     """
 
-    def __init__(self, sums: dict[Sharding, Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(
+        self, sums: dict[Sharding, Tensor], places: Mapping[dist.ProcessGroup, torch.device], device: torch.device
+    ) -> None:
+        """`places` has the groups in their order, and where each communicates."""
         self._arrived = sums
         self._travelling: list[tuple[dist.Work, list[Sharding], Tensor]] = []
-        self._order = {group: position for position, group in enumerate(groups)}
-        self._groups = list(groups)
+        self._awaited: set[dist.ProcessGroup] = set()  # groups that sums on their way have still to go through
+        self._groups, self._places = list(places), places
+        self._order: list[dist.ProcessGroup] = list(places)
         self._device = device
-        while self._groups and not any(self._groups[0] in sharding for sharding in self._shardings_travelling()):
+        while self._groups and self._groups[0] not in self._awaited:
             self._send()
 
     def finish(self) -> Tensor:
@@ -82,17 +86,18 @@ class Reduction:
         """Waits for what is on its way, and sends nothing more."""
         self._receive()
 
-    def _shardings_travelling(self) -> list[Sharding]:
-        return [sharding for _, shardings, _ in self._travelling for sharding in shardings]
-
     def _send(self) -> None:
         group = self._groups.pop(0)
         shardings = [sharding for sharding in self._arrived if group in sharding]
-        shardings.sort(key=lambda sharding: [self._order[other] for other in sharding])  # rows too must agree
-        rows = torch.stack([self._arrived.pop(sharding) for sharding in shardings])
-        rows = rows.to(device_for(group, rows))
+        if len(shardings) > 1:  # rows too must agree
+            shardings.sort(key=lambda sharding: [self._order.index(other) for other in sharding])
+        rows = torch.stack(list(map(self._arrived.pop, shardings))).to(self._places[group])
         work = dist.all_reduce(rows, group=group, async_op=True)
-        rest = [tuple(other for other in sharding if other is not group) for sharding in shardings]
+        rest = []
+        for sharding in shardings:
+            place = sharding.index(group)
+            rest.append(sharding[:place] + sharding[place + 1 :])
+            self._awaited.update(rest[-1])
         self._travelling.append((work, rest, rows))
 
     def _receive(self) -> None:
@@ -103,14 +108,7 @@ class Reduction:
         self._travelling = []
 
 
-def added(rows: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
-    if not rows:
-        return torch.zeros(width, dtype=scalar_dtype(device), device=device)
-    return rows[0] if len(rows) == 1 else torch.stack(list(rows)).sum(0)
-
-
-def device_for(group: dist.ProcessGroup, values: Tensor) -> torch.device:
+def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where the group can communicate: parameters that are offloaded to the CPU often have a group of GPUs only."""
-    devices = [torch.device(device) for device in group._device_types]
-    same = [device for device in devices if device.type == values.device.type]
-    return values.device if same else devices[0]
+    devices = [torch.device(other) for other in group._device_types]
+    return device if any(other.type == device.type for other in devices) else devices[0]

@@ -15,6 +15,9 @@ from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
 EARLY_STEPS = 100
 
+# Of looks at a device's mean after that. Each takes the host as long as launching a kernel.
+STEPS_BETWEEN = 50
+
 ADVICE = (
     "FusedAdamS divides weight_decay by the rms gradient, so values made for AdamW are far too large: pass those as "
     "adamw_weight_decay=... instead, or to optimizer.match_adamw(weight_decay=...)."
@@ -60,7 +63,7 @@ class DecayWarning:
         if exp_avg_sq_mean.is_cpu:
             self._message = self._bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], decays, is_early)
             self.is_due = self._message is not None
-        elif can_be_read_later(exp_avg_sq_mean):
+        elif (is_early or self.early_steps_left % STEPS_BETWEEN == 0) and can_be_read_later(exp_avg_sq_mean):
             self._pending = HostCopy([exp_avg_sq_mean, *tensor_lrs]), decays, is_early
             self.is_due = True
 

@@ -40,6 +40,11 @@ def share_steps(steps: Iterable[Tensor]) -> None:
     _shared_storages.update(storages)
 
 
+def any_are_shared() -> bool:
+    """Returns whether graphs advance any step counts at all."""
+    return bool(_shared_storages)
+
+
 def are_shared(steps: Iterable[Tensor]) -> bool:
     """Returns whether a graph may have advanced some of these step counts. Kept memory is never given out again, so
     that an address tells."""

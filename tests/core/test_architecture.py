@@ -58,6 +58,7 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 KNOWN_TO_BACKENDS = {
     "swd_fused.backends",
     *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.hyper"),
+    "swd_fused.tensors.graphs",
     *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options", "swd_fused.source_tree"),
     *("swd_fused.state.eight_bit", "swd_fused.state.rounding"),
     "swd_fused._C",

@@ -21,7 +21,7 @@ PASSES = kernels.lagged_step_kernel
 
 class TritonBackend:
     is_capturable = True
-    is_atomic = False
+    is_atomic = True  # one launch
 
     def description(self, device: torch.device) -> str:
         if INTERPRETED:

@@ -143,3 +143,4 @@ class Part:
         self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.launchers: dict[tuple[Any, bool], Any] = {}  # by kernel, and whether it sums gradients

@@ -19,6 +19,7 @@ from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns
 from swd_fused.state.rounding import rounding_start
+from swd_fused.tensors import graphs
 from swd_fused.tensors.bucket import Bucket
 from swd_fused.tensors.transfer import from_host
 
@@ -36,6 +37,8 @@ class Plan:
         self._operands = Operands(bucket)
         self._limits: dict[tuple[float | None, int], Tensor] = {}
         self._numels = _numels_by_dtypes(bucket)
+        self.n_parts = len(self._numels)
+        self.table: Tensor
         self._columns = _columns_of_coded(bucket)
         self._parts: dict[Any, list[Part]] = {}
         self._with_sums: list[Part] | None = None  # of these `sums` is up to date
@@ -48,20 +51,13 @@ class Plan:
         captured._forget_sums()
         return captured
 
-    @property
-    def table(self) -> Tensor:
-        return self._operands.table
-
-    @property
-    def n_parts(self) -> int:
-        return len(self._numels)
-
     def begin(self, bucket: Bucket) -> None:
         """Takes up the gradients of a step."""
         self._operands.begin(bucket)
+        self.table = self._operands.table
         if self._operands.realigned is not None:
             self._forget_sums_of(from_host(self._operands.realigned, bucket.device))
-        if bucket.is_stepped_by_graphs():
+        if graphs.any_are_shared() and bucket.is_stepped_by_graphs():
             self._forget_sums()
 
     def end(self, bucket: Bucket) -> None:
@@ -103,8 +99,12 @@ class Plan:
         self._with_sums = self.last = None
 
     def launcher(self, kernel: Any, bucket: Bucket, part: Part, sum_grads: bool = False) -> Launcher:
-        variant = variant_of(bucket, part.dtypes, part.coded)
-        return launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
+        launcher = part.launchers.get((kernel, sum_grads))
+        if launcher is None:
+            variant = variant_of(bucket, part.dtypes, part.coded)
+            launcher = launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
+            part.launchers[kernel, sum_grads] = launcher
+        return launcher
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
