@@ -44,15 +44,17 @@ inline double clip_factor(double grad_norm, double max_grad_norm) {
 }
 
 inline Scalars<double> scalars_of(const Hyper& hyper, double step, double grad_factor, double decay_factor) {
+  const bool from_grad = hyper.beta1 <= 0.5;
   return {hyper.sign * grad_factor,
           hyper.l2,
-          1 - hyper.beta1,
+          from_grad ? -hyper.beta1 : 1 - hyper.beta1,
           hyper.beta2,
           1 - hyper.beta2,
           1 / std::sqrt(bias_correction(hyper.beta2, step, hyper)),
           hyper.eps,
           decay_factor,
-          hyper.lr / bias_correction(hyper.beta1, step, hyper)};
+          hyper.lr / bias_correction(hyper.beta1, step, hyper),
+          from_grad};
 }
 
 }  // namespace swd

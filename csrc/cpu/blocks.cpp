@@ -161,7 +161,7 @@ SWD_INLINE double sum_each(const T* values, int64_t n) {
 
 // --- Updates
 
-template <bool AMSGRAD, bool L2, typename T>
+template <bool AMSGRAD, bool L2, bool FROM_GRAD, typename T>
 SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                      const Scalars<T>& scalars) {
   const Scalars<T> s = scalars;
@@ -171,7 +171,7 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
     V p = get<V>(param + i), m = get<V>(exp_avg + i), second = get<V>(exp_avg_sq + i), second_max{};
     const V g = get<V>(grad + i);
     if constexpr (AMSGRAD) second_max = get<V>(max_exp_avg_sq + i);
-    update_element<AMSGRAD, L2>(p, m, second, second_max, g, s);
+    update_element<AMSGRAD, L2, FROM_GRAD>(p, m, second, second_max, g, s);
     put(param + i, p);
     put(exp_avg + i, m);
     put(exp_avg_sq + i, second);
@@ -185,11 +185,18 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
 template <bool AMSGRAD, typename T>
 SWD_INLINE UpdateSums update_each(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                   const Scalars<T>& scalars) {
-  return scalars.l2 == 0 ? update_vectors<AMSGRAD, false>(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars)
-                         : update_vectors<AMSGRAD, true>(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+  const auto update = [&](auto l2, auto from_grad) SWD_INLINE_LAMBDA {
+    return update_vectors<AMSGRAD, decltype(l2)::value, decltype(from_grad)::value>(param, exp_avg, exp_avg_sq,
+                                                                                    max_exp_avg_sq, grad, n, scalars);
+  };
+  using Yes = std::true_type;
+  using No = std::false_type;
+  if (scalars.from_grad) return scalars.l2 == 0 ? update(No{}, Yes{}) : update(Yes{}, Yes{});
+  return scalars.l2 == 0 ? update(No{}, No{}) : update(Yes{}, No{});
 }
 
-// The update itself, with its other results thrown away. Its decay is the schedule's, so there is no L2.
+// The update itself, with its other results thrown away, exp_avg among them. Its decay is the schedule's, so there is
+// no L2.
 template <typename T>
 SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, const T* grad, int64_t n,
                                 const Scalars<T>& scalars) {
@@ -198,7 +205,7 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
   for_each_vector<T>(n, [&](int64_t i, auto v) SWD_INLINE_LAMBDA {
     using V = decltype(v);
     V param{}, exp_avg{}, second = get<V>(exp_avg_sq + i), second_max = get<V>(max_exp_avg_sq + i);
-    update_element<true, false>(param, exp_avg, second, second_max, get<V>(grad + i), s);
+    update_element<true, false, false>(param, exp_avg, second, second_max, get<V>(grad + i), s);
     sum.add(second_max);
   });
   return sum.total();

@@ -50,6 +50,7 @@ CONFIGURATIONS = {
     "fp32 amsgrad in 8 bits": Configuration(
         Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)
     ),
+    "fp32 with l2": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(adds_l2=True)),
     "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
 }
 

@@ -210,6 +210,17 @@ def test_nothing_changes_where_an_infinity_was_found(kernel: str, configuration:
     assert model.get("counter", np.int32) == 0
 
 
+def test_with_beta1_zero_exp_avg_is_the_gradient() -> None:
+    """Also after one beside which it would be lost."""
+    params = random_params(SMALL)
+    model = EmulatedStep("fp32", params, [{"params": range(len(params)), "betas": (0.0, 0.99)}])
+    for size in (100.0, 3e-7):
+        grads = [size * (1 + torch.rand(shape)) for shape in SMALL]
+        model.set_grads(grads)
+        model.launch(EXACT)
+    assert all(map(torch.equal, model.tensors(EXP_AVG_ADDRESS), grads))
+
+
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
     """Bit for bit, so that a resumed run is the uninterrupted one."""

@@ -23,12 +23,13 @@ class Variant(NamedTuple):
     amsgrad: bool
     master: bool
     stochastic: bool
+    adds_l2: bool = False
     coded: bool = False  # whether any tensor's moments are kept in 8 bits
 
 
 def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
     stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
-    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, coded)
+    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, bucket.options.decay == "l2", coded)
 
 
 @cache

@@ -64,11 +64,11 @@ def is_in_vectors(tensor_row, count):
 def update_coded_segment(
     tensor_row, codec_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
     PARAM: tl.constexpr, GRAD: tl.constexpr, AVERAGED: tl.constexpr, WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
-    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, SUM_GRADS: tl.constexpr,
-    VECTOR: tl.constexpr, TILE: tl.constexpr,
+    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, ADDS_L2: tl.constexpr,
+    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Returns what `segments.update_segment` does."""
-    scalars = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE)
+    scalars = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)
     first, counts, number, gap = segment_blocks(codec_row, start, count)
     param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
     if MASTER:
@@ -146,9 +146,12 @@ def update_tile(
         squares = tl.sum(g * g, axis=0)
     else:
         squares = 0
-    grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size = scalars
+    (
+        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
+        step_size,
+    ) = scalars  # fmt: skip
     p, m, v, largest, averaged, root = update_element(
-        p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
+        p, m, v, largest, g, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
         inv_sqrt_bias_correction2, eps, factor, step_size, AMSGRAD,
     )  # fmt: skip
     if MASTER:

@@ -8,11 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def update_element(
-    param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
+    param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
     inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD: tl.constexpr,
 ):  # fmt: skip
     grad = grad_scale * grad + tl.where(l2 != 0, l2 * param, 0.0)
-    exp_avg += one_minus_beta1 * (grad - exp_avg)
+    # As torch's lerp: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small one.
+    exp_avg = tl.where(from_grad, grad, exp_avg) + exp_avg_slope * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
     averaged = exp_avg_sq
     if AMSGRAD:

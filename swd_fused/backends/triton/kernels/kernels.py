@@ -41,7 +41,7 @@ def exact_step_kernel(
     n_tensors,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    ADDS_L2: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
     gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
@@ -72,7 +72,7 @@ def exact_step_kernel(
     if not skip:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, False,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, False,
             VECTOR, BLOCK, CODED,
         )  # fmt: skip
     if is_last(counter, 3 if AMSGRAD else 2):
@@ -86,7 +86,7 @@ def lagged_step_kernel(
     found_inf, n_tensors, n_segments,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    ADDS_L2: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the mean of the sums that the launch before has left in `last`.
 
@@ -104,7 +104,7 @@ def lagged_step_kernel(
     else:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, True,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, True,
             VECTOR, BLOCK, CODED,
         )  # fmt: skip
     if is_last(counter, 1):
@@ -151,14 +151,14 @@ def update_kernel(
     grad_factor, skip,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    ADDS_L2: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Does not advance `steps`, which other launches of this step may still read."""
     if tl.load(skip) == 0:
         update(
             sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
-            VECTOR, BLOCK, CODED,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2,
+            SUM_GRADS, VECTOR, BLOCK, CODED,
         )  # fmt: skip
     elif SUM_GRADS:
         gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)

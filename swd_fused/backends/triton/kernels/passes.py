@@ -99,7 +99,7 @@ def update(
     sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    ADDS_L2: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
 
@@ -118,14 +118,15 @@ def update(
                 total, squares = update_coded_segment(
                     tensor_row, codec_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean),
                     tl.load(grad_factor), tl.load(limits + ROUNDING_START),
-                    PARAM, GRAD, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, VECTOR, CODED,
+                    PARAM, GRAD, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, SUM_GRADS, VECTOR,
+                    CODED,
                 )  # fmt: skip
             else:
                 total, squares = update_segment(
                     tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
                     tl.load(limits + ROUNDING_START),
-                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS,
-                    VECTOR, BLOCK,
+                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2,
+                    SUM_GRADS, VECTOR, BLOCK,
                 )  # fmt: skip
             # Read once more, or it would take registers from every block in between.
             tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)

@@ -135,19 +135,26 @@ def sum_of_next_max(
 
 
 @triton.jit
-def segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE: tl.constexpr):
-    """What `update_element` takes besides its operands."""
+def segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE: tl.constexpr, ADDS_L2: tl.constexpr):
+    """What `update_element` takes besides its operands. Without ADDS_L2 compilers leave out what is multiplied by 0."""
     beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
     corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
     grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
-    l2 = tl.load(hyper_row + L2).to(COMPUTE)
+    if ADDS_L2:
+        l2 = tl.load(hyper_row + L2).to(COMPUTE)
+    else:
+        l2 = tl.full([], 0.0, COMPUTE)
     inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(COMPUTE)
     eps = tl.load(hyper_row + EPS).to(COMPUTE)
     factor = decay_factor(exp_avg_sq_mean, hyper_row).to(COMPUTE)
     step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
-    one_minus_beta1, one_minus_beta2 = (1 - beta1).to(COMPUTE), (1 - beta2).to(COMPUTE)
-    beta2 = beta2.to(COMPUTE)
-    return grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size
+    from_grad = beta1 <= 0.5  # see csrc/element.h
+    exp_avg_slope = tl.where(from_grad, -beta1, 1 - beta1).to(COMPUTE)
+    beta2, one_minus_beta2 = beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
+    return (
+        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
+        step_size,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -155,12 +162,13 @@ def update_segment(
     tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
     PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS_L2: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
     (
-        grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
-    ) = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE)  # fmt: skip
+        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
+        step_size,
+    ) = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)  # fmt: skip
     param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
     if MASTER:
         weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
@@ -184,8 +192,8 @@ def update_segment(
     for back in range(TAIL, rest + TAIL, TAIL):
         averaged, squares = update_block(
             param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + tail_lanes, count, rounding,
-            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
-            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
+            grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
+            step_size, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
         )  # fmt: skip
         tail_total += averaged
         if SUM_GRADS:
@@ -197,8 +205,8 @@ def update_segment(
     for back in range(BLOCK, whole + BLOCK, BLOCK):
         averaged, squares = update_block(
             param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count, rounding,
-            grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor, step_size,
-            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR,
+            grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
+            step_size, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR,
         )  # fmt: skip
         total += averaged
         if SUM_GRADS:
@@ -209,7 +217,8 @@ def update_segment(
 @triton.jit
 def update_block(
     param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, offsets, count, rounding,
-    grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor, step_size,
+    grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor,
+    step_size,
     COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +231,7 @@ def update_block(
     if AMSGRAD:
         largest = load_block(max_exp_avg_sq, offsets, count, COMPUTE, VECTOR)
     p, m, v, largest, averaged, _ = update_element(
-        p, m, v, largest, g, grad_scale, l2, one_minus_beta1, beta2, one_minus_beta2,
+        p, m, v, largest, g, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
         inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD,
     )  # fmt: skip
     if MASTER:
