@@ -251,7 +251,7 @@ class FusedAdamS(Optimizer):
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
+            or (not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled())
         ):
             return self._step_with_hooks(closure, grad_sumsq=grad_sumsq, numel=numel)
         return self._step(closure, grad_sumsq=grad_sumsq, numel=numel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,14 @@ class Reduction:
         return self._arrived[()]
 
     def abandon(self) -> None:
-        """Waits for what is on its way, and sends nothing more."""
-        self._receive()
+        """Waits for what is on its way, and sends nothing more.
+
+        That it fails, because a peer has died for instance, concerns nobody: the next reduction tells, if there is one.
+        """
+        for work, _, _ in self._travelling:
+            with suppress(RuntimeError):
+                work.wait()
+        self._travelling = []
 
     def _send(self) -> None:
         group = self._groups.pop(0)

@@ -219,10 +219,13 @@ class Stepper:
             return
         if values.is_calibrating and not self._in_parts.is_same_step:
             self.calibration.count(groups, scalars[2] if may_skip else None, self.skipped_steps)
-        mean, warning = scalars[0], self.decay_warning
+        warning = self.decay_warning
+        if warning.is_done:
+            return
+        mean = scalars[0]
         if type(mean) is Tensor and mean.is_cpu and float(mean) >= values.harmless_mean:
             warning.early_steps_left -= 1
-        elif not warning.is_done:
+        else:
             warning.note(mean, groups)
 
     def _source(

@@ -265,7 +265,7 @@ def reads_by_the_host() -> dict[str, set[str]]:
         params = [torch.nn.Parameter(distribute_tensor(torch.ones(9, 5), mesh, [Shard(0)]))]
         params.append(torch.nn.Parameter(torch.ones(3)))
         optimizer = FusedAdamS(params, backend="torch", **options)
-        optimizer._stepper.decay_warning._done = True  # it has a way of its own for GPUs
+        optimizer._stepper.decay_warning.is_done = True  # it has a way of its own for GPUs
         for _ in range(2):
             for param in params:
                 param.grad = param.detach().clone()

@@ -36,7 +36,7 @@ def save_and_load(session: Session, step: StepSpec) -> None:
     file.seek(0)
     fresh = session.new([torch.nn.Parameter(exact_copy(param)) for param in session.trained.params])
     fresh.optimizer.load_state_dict(torch.load(file, weights_only=True))
-    fresh.optimizer.skipped_steps += session.skipped  # not in a state dict
+    fresh.optimizer.skipped_steps.add_(session.skipped)  # not in a state dict
     if session.state_has_gaps:
         session.trained, session.copies, session.state_has_gaps = fresh, [], False
     else:

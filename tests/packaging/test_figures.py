@@ -63,7 +63,7 @@ def test_step_times_are_those_of_one_run(page: str) -> None:
     [
         ("README.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
         ("README.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
-        ("README.md", "Without a C++ compiler", "make bench"),
+        ("README.md", "Without the C++ kernels", "make bench"),
         ("docs/distributed.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
         ("docs/numerics.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
         ("docs/benchmarks.md", "| shapes |", "make bench"),
