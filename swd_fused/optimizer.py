@@ -274,10 +274,16 @@ class FusedAdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            had_grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
+            try:
                 self._eager_step(grad_sumsq, numel)
-            elif grad_sumsq is None and self.grad_sumsq_provider is None and not is_distributed():
+            finally:
+                torch._C._set_grad_enabled(had_grad)
+            return loss
+        with torch.no_grad():
+            if grad_sumsq is None and self.grad_sumsq_provider is None and not is_distributed():
                 self._step_within_a_graph()
             else:
                 self._untraced_step(grad_sumsq, numel)

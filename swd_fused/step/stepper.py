@@ -222,11 +222,10 @@ class Stepper:
         warning = self.decay_warning
         if warning.is_done:
             return
-        mean = scalars[0]
-        if type(mean) is Tensor and mean.is_cpu and float(mean) >= values.harmless_mean:
+        if type(scalars) is Tensor and scalars.is_cpu and scalars.tolist()[0] >= values.harmless_mean:
             warning.early_steps_left -= 1
         else:
-            warning.note(mean, groups)
+            warning.note(scalars[0], groups)
 
     def _source(
         self, step: Description, groups: Groups, state: State, grad_sq: Tensor | None, numel: int | None

@@ -40,10 +40,11 @@ State = dict[Tensor, dict[str, Any]]
 STORED = (*KEYS, MASTER)  # all of a parameter's state that kernels refer to by address
 SECOND_MOMENTS = ("exp_avg_sq", CODES["exp_avg_sq"], SCALES["exp_avg_sq"], "max_exp_avg_sq")
 
-# How tensors look to a kernel, column by column, which is faster than all of one tensor at a time.
+# How gradients look to a kernel, column by column, which is faster than all of one tensor at a time.
 Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
 
 LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
+NBYTES = attrgetter("nbytes")
 VALUES = dict.values
 
 
@@ -125,16 +126,20 @@ class Description:
         if self._is_fake or (self._without_state and any(all_grads[i] is not None for i in self._without_state)):
             return False
         grads, present, found = self._local(all_grads)
-        tensors = self._kept + found
-        addresses = list(map(Tensor.data_ptr, tensors))
-        kept = len(self._kept)
-        forms = list(map(DTYPE, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
-        expected = self._forms if present is self._all_present else self._forms_of(present)
-        if addresses[:kept] != self._addresses or forms != expected:
+        kept = self._kept
+        addresses = list(map(Tensor.data_ptr, kept + found))
+        forms = list(map(DTYPE, found)), list(map(Tensor.numel, found)), list(map(Tensor.stride, found))
+        if (
+            addresses[: len(kept)] != self._addresses
+            or list(map(NBYTES, kept)) != self._sizes
+            or list(map(Tensor.stride, kept)) != self._strides
+            or forms != (self._grad_forms if present is self._all_present else self._forms_of(present))
+        ):
             return False
+        addresses = addresses[len(kept) :]
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, forms[1], strict=True)):
             return False  # freed, or on the meta device: refused with our own error message where that is wrong
-        self._hand_over(grads, addresses[kept:], present)
+        self._hand_over(grads, addresses, present)
         return True
 
     def _local(self, all_grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[bool], list[Tensor]]:
@@ -152,10 +157,9 @@ class Description:
         return grads, present, found  # type: ignore[return-value]
 
     def _forms_of(self, present: list[bool]) -> Forms:
-        """Returns how the tensors should look that are kept, and those gradients that are present."""
-        selected = [True] * len(self._kept) + present
-        dtypes, numels, strides = self._forms
-        return list(compress(dtypes, selected)), list(compress(numels, selected)), list(compress(strides, selected))
+        """Returns how those gradients should look that are present."""
+        dtypes, numels, strides = self._grad_forms
+        return list(compress(dtypes, present)), list(compress(numels, present)), list(compress(strides, present))
 
     def _hand_over(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
         """Gives the buckets their gradients. `addresses` are of those that are present."""
@@ -192,10 +196,18 @@ class Description:
             self._hand_over(grads, [0] * len(found), present)
             return
         check_memory(self._kept + found)
+        # Of what is kept: `tensor.data = other` changes it, and torch does not count that. In bytes, so that another
+        # dtype is noticed too; each thing that is asked of a thousand tensors adds a fiftieth to their step.
         self._addresses = list(map(Tensor.data_ptr, self._kept))
-        locals_ = [as_real(local_tensor(param)) for param in self._whole_params]
-        looks = self._kept + [param if grad is None else grad for param, grad in zip(locals_, grads, strict=True)]
-        self._forms: Forms = list(map(DTYPE, looks)), list(map(Tensor.numel, looks)), list(map(Tensor.stride, looks))
+        self._sizes = list(map(NBYTES, self._kept))
+        self._strides = list(map(Tensor.stride, self._kept))
+        pairs = zip(map(as_real, self._kept), grads, strict=False)  # parameters come first
+        looks = [param if grad is None else grad for param, grad in pairs]
+        self._grad_forms: Forms = (
+            list(map(DTYPE, looks)),
+            list(map(Tensor.numel, looks)),
+            list(map(Tensor.stride, looks)),
+        )
         self._hand_over(grads, list(map(Tensor.data_ptr, found)), present)
 
     def commit(self, state: State, earlier: Sequence[Description]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swd_fused import FusedAdamS, eight_bit
+from swd_fused import FusedAdamS
+from swd_fused.state import eight_bit
 from tests.runs import run
 
 # A whole block, and what is left over from vectors and blocks.
