@@ -1,4 +1,4 @@
-// The codec of moments in 8 bits, as swd_fused/state/eight_bit.py defines it: blocks of 256 elements, each with a scale.
+// The codec of moments in 8 bits, as state/eight_bit.py defines it: blocks of 256 elements, each with a scale.
 #pragma once
 
 #include <cmath>

@@ -21,11 +21,11 @@ struct GradientSums {
   double grad = 0, carried = 0, fresh = 0;
 
   GradientSums(const std::vector<double>& grad_sums, const std::vector<Operands>& operands, const double* sums,
-               const TensorScalars& of) {
-    const auto bias_corrections2 = of.bias_corrections2();
+               const TensorScalars& by_tensor) {
+    const auto bias_corrections2 = by_tensor.bias_corrections2();
     for (size_t t = 0; t < grad_sums.size(); ++t) {
       if (!operands[t].has_grad) continue;
-      const double beta2 = of.hyper(t).beta2;
+      const double beta2 = by_tensor.hyper(t).beta2;
       grad += grad_sums[t];
       carried += beta2 * sums[t] / bias_corrections2[t];
       fresh += (1 - beta2) * grad_sums[t] / bias_corrections2[t];
@@ -38,11 +38,11 @@ struct LastSums {
   double total = 0, count = 0;
 
   template <typename Numel>
-  LastSums(const double* sums, const Numel& numel, size_t tensors, const TensorScalars& of) {
+  LastSums(const double* sums, const Numel& numel, size_t tensors, const TensorScalars& by_tensor) {
     const auto bias_corrections2 =
-        of.each([](const Hyper& hyper, double before) { return bias_correction(hyper.beta2, before, hyper); });
+        by_tensor.each([](const Hyper& hyper, double before) { return bias_correction(hyper.beta2, before, hyper); });
     for (size_t t = 0; t < tensors; ++t) {
-      if (of.steps_before(t) == 0) continue;
+      if (by_tensor.steps_before(t) == 0) continue;
       total += sums[t] / bias_corrections2[t];
       count += static_cast<double>(numel(t));
     }
@@ -72,30 +72,30 @@ class Walk {
     });
   }
 
-  double max_exp_avg_sq_hat_sum(const TensorScalars& of, double grad_factor) const {
-    const auto scalars =
-        of.each([&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
+  double max_exp_avg_sq_hat_sum(const TensorScalars& by_tensor, double grad_factor) const {
+    const auto scalars = by_tensor.each(
+        [&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
     const auto sums = updates_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
       if (operands_[t].coded) return max_exp_avg_sq_coded_chunk(operands_[t], scalars[t].as<float>(), begin, end);
       return operands_[t].in_double ? max_exp_avg_sq_chunk<double>(operands_[t], scalars[t], begin, end)
                                     : max_exp_avg_sq_chunk<float>(operands_[t], scalars[t].as<float>(), begin, end);
     });
-    const auto bias_corrections2 = of.bias_corrections2();
+    const auto bias_corrections2 = by_tensor.bias_corrections2();
     double total = 0;
     for (size_t t = 0; t < sums.size(); ++t) total += sums[t] / bias_corrections2[t];
     return total;
   }
 
   // Advances `sums` and `steps` too. Returns the sum of grad^2.
-  double update(double* sums, float* steps, const TensorScalars& of, double exp_avg_sq_mean, double grad_factor,
+  double update(double* sums, float* steps, const TensorScalars& by_tensor, double exp_avg_sq_mean, double grad_factor,
                 const Rounding& rounding) const {
-    const auto scalars = of.each([&](const Hyper& hyper, double before) {
+    const auto scalars = by_tensor.each([&](const Hyper& hyper, double before) {
       return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
     });
     const auto emitted =
         updates_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
           const Operands& x = operands_[t];
-          const uint32_t moments_key = rounding.key(t, of.step(t));
+          const uint32_t moments_key = rounding.key(t, by_tensor.step(t));
           const RoundingKey key = x.numbers ? RoundingKey(moments_key) : std::nullopt;
           if (x.coded) {
             return update_coded_chunk(x, amsgrad_, scalars[t].as<float>(), moments_key, key, begin, end);
@@ -134,18 +134,18 @@ class Walk {
 Tensor gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor groups,
                      Tensor hyper) {
   const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
   const double* before = values<double>(sums, ScalarType::Double, walk.size(), "sums");
-  const GradientSums result(walk.gradient_sums(), walk.operands(), before, of);
+  const GradientSums result(walk.gradient_sums(), walk.operands(), before, by_tensor);
   return results({result.grad, result.carried, result.fresh});
 }
 
 Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups,
                           Tensor hyper, std::optional<Tensor> grad_factor) {
   const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
-  return results({walk.max_exp_avg_sq_hat_sum(of, factor)});
+  return results({walk.max_exp_avg_sq_hat_sum(by_tensor, factor)});
 }
 
 Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
@@ -161,7 +161,7 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
                Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
                std::optional<Tensor> skip, int64_t seed) {
   const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
   const Rounding rounding(seed, tensor_ids, walk.size());
   double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
@@ -169,34 +169,34 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
   if (skip && *values<double>(*skip, ScalarType::Double, 1, "skip") != 0) {
     return results({sum_of(walk.gradient_sums())});
   }
-  return results({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), of, mean, factor, rounding)});
+  return results({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding)});
 }
 
 Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
              Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
              std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite, int64_t seed) {
   const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars of(walk.size(), steps, groups, hyper);
+  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
   const Rounding rounding(seed, tensor_ids, walk.size());
   double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
   double factor = unscale, mean = 0, grad_norm = 0;
   if (lagged) {
-    const LastSums last(sums_, [&](size_t t) { return walk.operands()[t].numel; }, walk.size(), of);
+    const LastSums last(sums_, [&](size_t t) { return walk.operands()[t].numel; }, walk.size(), by_tensor);
     mean = mean_of_sums(last.total, 0, 1, last.count);
     if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
   } else {
-    const GradientSums pass1(walk.gradient_sums(), walk.operands(), sums_, of);
+    const GradientSums pass1(walk.gradient_sums(), walk.operands(), sums_, by_tensor);
     grad_norm = unscale * std::sqrt(pass1.grad);
     if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
     const double numel = static_cast<double>(walk.count());
-    mean = walk.amsgrad() ? mean_of_sums(walk.max_exp_avg_sq_hat_sum(of, factor), 0, 1, numel)
+    mean = walk.amsgrad() ? mean_of_sums(walk.max_exp_avg_sq_hat_sum(by_tensor, factor), 0, 1, numel)
                           : mean_of_sums(pass1.carried, pass1.fresh, factor, numel);
     skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
   }
   if (!skip) {
-    const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), of, mean, factor, rounding);
+    const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding);
     if (lagged) grad_norm = unscale * std::sqrt(updated);
   }
   return results({mean, grad_norm, skip ? 1.0 : 0.0});

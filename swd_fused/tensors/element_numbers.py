@@ -15,7 +15,8 @@ from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding, is_dtensor
 
-# Between the numbers of ranks that hold shards of nobody knows what: more than a shard has elements.
+# How far apart the numbers of two ranks are whose shards do not say where in the whole tensor they belong: more than a
+# shard has elements.
 RANK_DISTANCE = 1 << 40
 
 

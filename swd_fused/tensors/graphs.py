@@ -46,8 +46,8 @@ def any_are_shared() -> bool:
 
 
 def are_shared(steps: Iterable[Tensor]) -> bool:
-    """Returns whether a graph may have advanced some of these step counts. Kept memory is never given out again, so
-    that an address tells."""
+    """Returns whether a graph may have advanced some of these step counts. They are recognised by their address: memory
+    that is kept for graphs is never given out again."""
     return bool(_shared_storages) and any(step.untyped_storage().data_ptr() in _shared_storages for step in steps)
 
 

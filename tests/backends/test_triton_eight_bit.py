@@ -257,7 +257,7 @@ def test_a_second_moment_that_is_not_zero_has_a_code() -> None:
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"schedule": "lagged"}], ids=str)
 def test_sums_are_the_same_whether_emitted_or_rebuilt(options: dict[str, Any], split: bool) -> None:
     with launches(split):
-        params, optimizer = train("triton", start(SHAPES), Mode(options), steps=2)
+        _, optimizer = train("triton", start(SHAPES), Mode(options), steps=2)
         (bucket,) = optimizer._stepper._kept[0].buckets
         parts = bucket.plan._with_sums
         (emitted,) = (part.sums.clone() for part in parts)

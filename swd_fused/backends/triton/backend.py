@@ -13,9 +13,9 @@ from swd_fused.backends.triton.plan import Plan
 from swd_fused.schedule import Gate, bias_corrections
 from swd_fused.tensors.bucket import Bucket
 
-# Passes that are launched by themselves share one grid, since they share their sums: that of the longest kernel,
-# between whose steps they come. In a lagged run the first step is taken in passes, the first after a resume, and each
-# that releases gradients. On another grid tensors would be cut elsewhere, and the mean would have other last bits.
+# Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
+# a lagged run the first step, the first after a resume, and each that releases gradients are taken in passes. On
+# another grid tensors would be cut elsewhere, and the mean would have other last bits.
 PASSES = kernels.lagged_step_kernel
 
 

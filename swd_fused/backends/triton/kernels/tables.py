@@ -58,8 +58,8 @@ MEAN = tl.constexpr(4)
 GRAD_FACTOR = tl.constexpr(5)
 SLOT_COLUMNS = tl.constexpr(6)
 
-# Columns of `sums` (float64), a row for each segment: the sum of its second moments, and the step count of its tensor
-# at which it was that. Where the count is another one, somebody else has stepped the tensor since.
+# Columns of `sums` (float64), a row for each segment: the sum of its second moments, and how many steps its tensor had
+# taken when they were summed. If it has taken more since, somebody else has stepped the tensor.
 SUM = tl.constexpr(0)
 SUM_STEP = tl.constexpr(1)
 SUM_COLUMNS = tl.constexpr(2)
@@ -68,7 +68,6 @@ SUM_COLUMNS = tl.constexpr(2)
 # whether steps with a norm that is not finite are skipped, 1 or 0; what the keys of stochastic rounding start from.
 NUMEL = tl.constexpr(0)
 MAX_GRAD_NORM = tl.constexpr(1)
-SKIPPED = tl.constexpr(2)
 SKIP_NONFINITE = tl.constexpr(2)
 ROUNDING_START = tl.constexpr(3)
 
@@ -79,3 +78,4 @@ LAST_NUMEL = tl.constexpr(1)
 # Columns of `results` (float64).
 EXP_AVG_SQ_MEAN = tl.constexpr(0)
 GRAD_NORM = tl.constexpr(1)
+SKIPPED = tl.constexpr(2)

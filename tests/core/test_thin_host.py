@@ -1,0 +1,173 @@
+"""The host around the kernels: what a step asks, what it notices, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from swd_fused.options import GROUP_OPTIONS
+from swd_fused.step import stepper
+from swd_fused.tensors.description import Description
+from swd_fused.tensors.hyper import GroupValues
+from tests.runs import random_grads, random_params, run
+
+SHAPES = [(20,), (30,), (7, 5)]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[Description]:
+    """All descriptions, as they are made."""
+    made: list[Description] = []
+
+    class Counted(Description):
+        def __init__(self, *inputs: Any) -> None:
+            super().__init__(*inputs)
+            made.append(self)
+
+    monkeypatch.setattr(stepper, "Description", Counted)
+    return made
+
+
+# --- Ordinary training stays on the short way
+
+
+def scaled(optimizer: FusedAdamS) -> None:
+    optimizer.grad_scale, optimizer.found_inf = torch.full((1,), 8.0), torch.zeros(1)  # type: ignore[attr-defined]
+
+
+ORDINARY: dict[str, Callable[[FusedAdamS], object]] = {
+    "other gradients": lambda optimizer: None,
+    "another lr": lambda optimizer: optimizer.param_groups[0].update(lr=3e-3),
+    "other betas": lambda optimizer: optimizer.param_groups[0].update(betas=(0.8, 0.99)),
+    "another decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=1e-3),
+    "a scaled loss": scaled,
+    "a note in a group": lambda optimizer: optimizer.param_groups[0].update(note="seen"),
+}
+
+
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize("change", ORDINARY)
+def test_ordinary_training_needs_one_description(backend: str, change: str, described: list[Description]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
+    optimizer = FusedAdamS(params, backend=backend)
+    run(params, grads[:2], optimizer)
+    ORDINARY[change](optimizer)
+    run(params, [grads[2], [None, *grads[3][1:]], [grads[4][0], None, grads[4][2]], grads[5]], optimizer)
+    assert len(described) == 1
+
+
+# --- Everything else is noticed
+
+
+def replaced(state: dict[str, Any], key: str) -> None:
+    state[key] = state[key].clone()
+
+
+def moved(state: dict[str, Any], key: str) -> None:
+    state[key].data = state[key].data.clone()
+
+
+@pytest.mark.parametrize("change", [replaced, moved])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"master_weights": True}], ids=str)
+def test_all_tensors_of_the_state_are_watched(
+    options: dict[str, Any], change: Callable[..., None], described: list[Description]
+) -> None:
+    """Whatever keys there are: a tensor that is added to the state is watched too."""
+    params = random_params(SHAPES, torch.bfloat16 if "master_weights" in options else torch.float32)
+    optimizer = FusedAdamS(params, backend="cpu", **options)
+    run(params, random_grads(SHAPES, 1, params[0].dtype), optimizer)
+    keys = list(optimizer.state[params[1]])
+    assert len(keys) == 3 + len(options)
+    for count, key in enumerate(keys, start=1):
+        if key == "step" and change is moved:
+            continue  # written in place by each step, wherever it is
+        before = len(described)
+        change(optimizer.state[params[1]], key)
+        run(params, random_grads(SHAPES, 1, params[0].dtype), optimizer)
+        assert len(described) == before + 1, (count, key)
+
+
+CHANGES: dict[str, Callable[[FusedAdamS, list[torch.nn.Parameter]], object]] = {
+    "memory of a parameter": lambda optimizer, params: setattr(params[0], "data", params[0].data.clone()),
+    "a write to a second moment": lambda optimizer, params: optimizer.state[params[0]]["exp_avg_sq"].mul_(2),
+    "state that is deleted": lambda optimizer, params: optimizer.state.pop(params[0]),
+    "an option": lambda optimizer, params: setattr(optimizer, "max_grad_norm", 1.0),
+    "another backend": lambda optimizer, params: setattr(optimizer, "backend", "torch"),
+    "a parameter in another group": lambda optimizer, params: optimizer.param_groups[1]["params"].insert(
+        0, optimizer.param_groups[0]["params"].pop()
+    ),
+    "a kind of state": lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_kernels_rely_on_is_watched(change: str, described: list[Description]) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
+    optimizer = FusedAdamS([{"params": params[:2]}, {"params": params[2:]}], backend="cpu")
+    run(params, grads[:2], optimizer)
+    CHANGES[change](optimizer, params)
+    run(params, grads[2:], optimizer)
+    assert len(described) == 2
+
+
+# Another value for each entry of a group. Whoever adds an option must add it here, and it is watched.
+OTHER: dict[str, Any] = {
+    "lr": 0.5,
+    "betas": (0.5, 0.5),
+    "eps": 0.5,
+    "weight_decay": 0.5,
+    "amsgrad": True,
+    "maximize": True,
+    "max_decay": 0.5,
+    "adamw_weight_decay": 0.5,
+    "calibration_steps": 5,
+    "bias_correction": False,
+    "state_dtype": torch.bfloat16,
+    "process_group": None,
+    "decay": "l2",
+}
+
+
+@pytest.mark.parametrize("key", GROUP_OPTIONS)
+def test_all_entries_of_a_group_are_watched(key: str) -> None:
+    optimizer = FusedAdamS(random_params(SHAPES))
+    values = GroupValues(optimizer.param_groups, "scheduled")
+    assert values.hold(optimizer.param_groups)
+    optimizer.param_groups[0][key] = OTHER[key]
+    assert not values.hold(optimizer.param_groups)
+
+
+# --- A short way
+
+
+def test_a_step_makes_few_calls_in_few_files() -> None:
+    """Counted in a process of its own, which sets up torch's fake process group for the sharded step."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.step_calls"]
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(.+): (\d+) calls in (\d+) files", printed)
+    calls, files = {name: int(calls) for name, calls, _ in found}, {name: int(files) for name, _, files in found}
+    assert calls["exact"] <= 20
+    assert files["exact"] <= 5
+    assert calls["triton backend"] <= 40
+    assert calls["FSDP2, lagged"] <= 60
+
+
+def test_a_profiler_sees_the_step_by_its_name() -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params)
+    run(params, random_grads(SHAPES, 1), optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(params, random_grads(SHAPES, 2), optimizer)
+    (event,) = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step#")]
+    assert (event.key, event.count) == ("Optimizer.step#FusedAdamS.step", 2)
