@@ -35,6 +35,7 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time --device $(DEVICE)
 ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.training_step
+	$(BIN)/python -m benchmarks.training_loops
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work
 	$(BIN)/python -m benchmarks.mixed_precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,20 @@ from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
+STEP = ops.step_.default
 
 
-class Operands(NamedTuple):
+class Operands:
     """Where a bucket's tensors are, and how they lie in memory."""
 
-    layouts: Tensor
-    addresses: Tensor
-    grad_addresses: Tensor | None = None
+    grad_addresses: Tensor  # of this step
+
+    def __init__(self, layouts: Tensor, addresses: Tensor) -> None:
+        self.layouts, self.addresses = layouts, addresses
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layouts, self.addresses, self.grad_addresses
 
 
 class CpuBackend:
@@ -45,16 +51,14 @@ class CpuBackend:
         bucket.plan = Operands(layouts, int64s(map(Tensor.data_ptr, chain.from_iterable(kept))))
 
     def begin(self, bucket: Bucket) -> None:
-        layouts, addresses, _ = bucket.plan
-        grads = torch.frombuffer(array("q", bucket.grad_addresses), dtype=torch.int64)
-        bucket.plan = Operands(layouts, addresses, grads)
+        bucket.plan.grad_addresses = torch.frombuffer(array("q", bucket.grad_addresses), dtype=torch.int64)
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        sums: Tensor = ops.gradient_sums(*bucket.plan, bucket.known_sums(), *_scalars(bucket))
+        sums: Tensor = ops.gradient_sums(*bucket.plan.tensors, bucket.known_sums(), *_scalars(bucket))
         return sums
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan, *_scalars(bucket), grad_factor)
+        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan.tensors, *_scalars(bucket), grad_factor)
         return sums[0]
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
@@ -69,18 +73,25 @@ class CpuBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        return self._write(bucket, ops.update_, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
+        return self._write(bucket, ops.update_.default, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
-        scale = gate.grad_scale, gate.found_inf, gate.skip_nonfinite
-        arguments = gate.max_grad_norm, lagged, *scale, bucket.options.seed
-        return self._write(bucket, ops.step_, *arguments)
+        return self._write(bucket, STEP, gate.max_grad_norm, lagged, *gate[1:], bucket.options.seed)
 
     def _write(self, bucket: Bucket, op: Callable[..., Tensor], *arguments: object) -> Tensor:
         """Calls an operator that writes to the bucket's tensors, through addresses."""
-        sums = bucket.known_sums() if bucket.sums is None else bucket.sums
-        scalars = bucket.groups, bucket.tensor_ids, bucket.hyper.table
-        result = op(sums, bucket.steps, *bucket.plan, *scalars, *arguments)
+        plan = bucket.plan
+        result = op(
+            bucket.known_sums() if bucket.sums is None else bucket.sums,
+            bucket.steps,
+            plan.layouts,
+            plan.addresses,
+            plan.grad_addresses,
+            bucket.groups,
+            bucket.tensor_ids,
+            bucket.hyper.table,
+            *arguments,
+        )
         torch.autograd.graph.increment_version(bucket.written)
         return result
 

@@ -136,10 +136,14 @@ class Description:
             or forms != (self._grad_forms if present is self._all_present else self._forms_of(present))
         ):
             return False
-        addresses = addresses[len(kept) :]
+        del addresses[: len(kept)]
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, forms[1], strict=True)):
             return False  # freed, or on the meta device: refused with our own error message where that is wrong
-        self._hand_over(grads, addresses, present)
+        bucket = self.buckets[0] if len(self.buckets) == 1 else None
+        if bucket is not None and present is self._all_present is bucket.present:
+            bucket.grads, bucket.grad_addresses = grads, addresses
+        else:
+            self._hand_over(grads, addresses, present)
         return True
 
     def _local(self, all_grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[bool], list[Tensor]]:
@@ -167,9 +171,7 @@ class Description:
             found = iter(addresses)
             addresses = [next(found) if is_present else NO_GRAD for is_present in present]
         for bucket, members in zip(self.buckets, self._members, strict=True):
-            if members is None and present is bucket.present:
-                bucket.grads, bucket.grad_addresses = grads, addresses
-            elif members is None:
+            if members is None:
                 bucket.take(grads, addresses, present)
             else:
                 bucket.take([grads[i] for i in members], [addresses[i] for i in members], [present[i] for i in members])

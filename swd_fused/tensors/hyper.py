@@ -157,9 +157,9 @@ class GroupValues:
             self._seen = [*chain.from_iterable(groups), *chain.from_iterable(map(VALUES, groups))]
 
     def hold(self, groups: Sequence[Group]) -> bool:
-        seen: list[object] = [*chain.from_iterable(groups), *chain.from_iterable(map(VALUES, groups))]
+        seen = chain(chain.from_iterable(groups), chain.from_iterable(map(VALUES, groups)))
         return (
-            len(seen) == len(self._seen)
+            2 * sum(map(len, groups)) == len(self._seen)
             and all(map(is_, seen, self._seen))
             and all(map(eq, map(len, map(PARAMS, groups)), self._sizes))
         )

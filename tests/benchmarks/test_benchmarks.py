@@ -28,6 +28,7 @@ from benchmarks import (
     sharded_step,
     step_time,
     timing,
+    training_loops,
     training_step,
 )
 from benchmarks.conditions import read_rows
@@ -262,6 +263,18 @@ def test_training_step_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert float(row["optimizer_share"]) == pytest.approx(own / (rest + own))
 
 
+@pytest.mark.usefixtures("_keep_threads")
+def test_training_loops_command(tmp_path: Path) -> None:
+    training_loops.main(["--model", "MLP", "--threads", "1", "--repeats", "2", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "training_loops.csv")
+    assert [row["contender"] for row in rows] == [contender.name for contender in training_loops.CONTENDERS]
+    medians = {row["contender"]: float(row["median_s"]) for row in rows}
+    for row in rows:
+        assert (row["model"], row["parameters"], row["threads"]) == ("MLP", "5702", "1")
+        if row["peer"]:
+            assert float(row["ratio"]) == pytest.approx(medians[row["contender"]] / medians[row["peer"]])
+
+
 def test_sharded_step_command(tmp_path: Path) -> None:
     sharded_step.main(["--suite", "one-1M", "--ranks", "2", "--repeats", "2", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "sharded_step.csv")
@@ -371,6 +384,7 @@ HELPFUL = [
     host_work,
     memory,
     mixed_precision,
+    training_loops,
     training_step,
     sharded_step,
     plot_sharded_step,
