@@ -45,6 +45,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"rms gradient {engine.optimizer.optimizer.metrics()['rms_grad']:.6f}")
         tiny_task.save(options.save, weights)
+    # DeepSpeed keeps its process groups, and with them gloo's threads. One that still holds a tensor when Python ends
+    # aborts the process (pytorch issue 190489), so ranks do not end while others are at work.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +25,8 @@ def trained_on_one_process(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tiny_task: dict[str, Any] = {"__name__": "tiny_task"}
     exec((EXAMPLES / "tiny_task.py").read_text(), tiny_task)
     model = tiny_task["new_model"](dtype)
-    options = {"lr": tiny_task["LR"], "max_grad_norm": tiny_task["MAX_GRAD_NORM"], **tiny_task["DECAY"]}
-    optimizer = FusedAdamS(param_groups(model), backend="torch", **options)
+    groups = tiny_task["param_groups"](model)
+    optimizer = FusedAdamS(groups, lr=tiny_task["LR"], max_grad_norm=tiny_task["MAX_GRAD_NORM"], backend="torch")
     for x, y in torch.utils.data.DataLoader(tiny_task["dataset"](dtype), batch_size=tiny_task["BATCH"]):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
@@ -44,21 +43,19 @@ def trained_by(path: Path, *command: str, seconds: float | None = SECONDS, **var
         "DO_NOT_TRACK": "1",
         **variables,
     }
-    run = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *command, "--save", str(path)],
         env=environment,
         cwd=path.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = run.communicate(timeout=seconds)
-    except BaseException:  # not the launcher only, whose ranks would go on
-        os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
-        raise
+    ) as run:
+        try:
+            stdout, stderr = run.communicate(timeout=seconds)
+        except BaseException:
+            run.terminate()  # upon which the launcher ends its ranks; if it were killed, they would go on
+            raise
     assert run.returncode == 0, stdout[-3000:] + stderr[-6000:]
     assert "rms gradient" in stdout
     return torch.load(path)  # type: ignore[no-any-return]
