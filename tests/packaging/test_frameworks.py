@@ -25,8 +25,8 @@ def trained_on_one_process(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tiny_task: dict[str, Any] = {"__name__": "tiny_task"}
     exec((EXAMPLES / "tiny_task.py").read_text(), tiny_task)
     model = tiny_task["new_model"](dtype)
-    groups = tiny_task["param_groups"](model)
-    optimizer = FusedAdamS(groups, lr=tiny_task["LR"], max_grad_norm=tiny_task["MAX_GRAD_NORM"], backend="torch")
+    options = {"lr": tiny_task["LR"], "max_grad_norm": tiny_task["MAX_GRAD_NORM"], **tiny_task["DECAY"]}
+    optimizer = FusedAdamS(param_groups(model), backend="torch", **options)
     for x, y in torch.utils.data.DataLoader(tiny_task["dataset"](dtype), batch_size=tiny_task["BATCH"]):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
