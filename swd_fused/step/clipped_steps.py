@@ -30,7 +30,7 @@ class ClippedSteps:
         value = scalars if isinstance(scalars, Tensor) else scalars.grad_norm
         if is_fake(value):
             return
-        if not value.is_cpu:
+        if not can_be_read(value):
             self._count_on_device(scalars[1], max_grad_norm, scalars[2] if may_skip else None)
             return
         _, grad_norm, skip = scalars.tolist() if isinstance(scalars, Tensor) else scalars
@@ -57,3 +57,8 @@ class ClippedSteps:
         clipped, counted = (0, 0) if self._on_device is None else self._on_device.tolist()
         clipped, counted = self._clipped + clipped, self._all + counted
         return clipped / counted if counted else math.nan
+
+
+def can_be_read(value: Tensor) -> bool:
+    """Returns whether the host can look at a number without waiting for a device."""
+    return value.is_cpu

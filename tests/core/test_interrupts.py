@@ -7,6 +7,7 @@ import inspect
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,14 @@ pytestmark = pytest.mark.backends(interpreted=False)
 SHAPES = [(30,), (4, 5), (7,)]
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_are_raised() -> Iterator[None]:
+    """Also where the shell has started the tests in the background, which then ignore SIGINT."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 class InterruptedAt:
     """Sends SIGINT when the step makes its `number`-th call of Python, in whatever function that is.
 
@@ -33,6 +42,7 @@ class InterruptedAt:
     def trace(self, frame: FrameType, event: str, argument: object) -> None:
         self.left -= not frame.f_code.co_flags & inspect.CO_GENERATOR
         if self.left == 0:
+            self.left = -1  # once, also if a generator is next
             signal.raise_signal(signal.SIGINT)
 
     def step(self, optimizer: FusedAdamS) -> bool:

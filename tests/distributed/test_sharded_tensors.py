@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swd_fused import FusedAdamS
 from swd_fused.backends import torch_backend
-from swd_fused.step import sums
+from swd_fused.step import clipped_steps, sums
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train, whole
@@ -272,6 +272,7 @@ def reads_by_the_host() -> dict[str, set[str]]:
             with ReadsByTheHost() as reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sums, "_can_be_read", lambda value: False)
                 patch.setattr(torch_backend, "can_be_read", lambda value: False)
+                patch.setattr(clipped_steps, "can_be_read", lambda value: False)
                 optimizer.step(**given)
         answers[name] = reads.names
     with ReadsByTheHost() as reads:
