@@ -118,7 +118,8 @@ class Stepper:
         grad_sq = None
         if grad_sumsq is not None:
             may_skip = scaling[1] is not None or options.skip_nonfinite
-            grad_sq = checked_grad_sq(grad_sumsq, numel, groups, options.schedule, params[0].device, may_skip)
+            device = params[0].device if params else torch.device("cpu")
+            grad_sq = checked_grad_sq(grad_sumsq, numel, groups, options.schedule, device, may_skip)
         inputs = StepInput(options, self.sharded_over, groups, values.kinds, state, params, grads)
         step = self._kept[0] if self._kept else None
         if step is None or not step.holds(inputs):
@@ -299,7 +300,10 @@ class Stepper:
             is_first_to_skip=gate.may_skip and self.skipped_steps.device != step.ranks.device,
             is_first_to_clip=gate.max_grad_norm is not None and not self.clipped_steps.is_ready_on(step.ranks.device),
         )
-        return step.for_capture()
+        captured = step.for_capture()
+        for bucket in step.buckets:  # only the copies need the gradients
+            bucket.grads = []
+        return captured
 
     def _stored_sum(self, groups: Groups, state: Mapping[Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor]:
         """Returns the sum of v and the steps taken over all state, since wrappers show one group at a time."""
