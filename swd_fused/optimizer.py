@@ -251,7 +251,7 @@ class FusedAdamS(Optimizer):
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
-            or (not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled())
+            or (not torch.compiler.is_dynamo_compiling() and torch._C._autograd._profiler_enabled())
         ):
             return self._step_with_hooks(closure, grad_sumsq=grad_sumsq, numel=numel)
         return self._step(closure, grad_sumsq=grad_sumsq, numel=numel)
@@ -266,48 +266,44 @@ class FusedAdamS(Optimizer):
         numel: int | None = None,
     ) -> float | None:
         loss = None
-        if self._gradient_release is not None and self._gradient_release.has_ended:
-            self._gradient_release = None
         if self._gradient_release is not None:
-            self._end_released_step(closure, grad_sumsq, numel)
-            return None
+            if not self._gradient_release.has_ended:
+                self._end_released_step(closure, grad_sumsq, numel)
+                return None
+            self._gradient_release = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling():
-            had_grad = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
-            try:
-                self._eager_step(grad_sumsq, numel)
-            finally:
-                torch._C._set_grad_enabled(had_grad)
-            return loss
-        with torch.no_grad():
-            if grad_sumsq is None and self.grad_sumsq_provider is None and not is_distributed():
+        provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
+        if torch.compiler.is_compiling():
+            if grad_sumsq is None and provider is None and not is_distributed():
                 self._step_within_a_graph()
             else:
-                self._untraced_step(grad_sumsq, numel)
+                self._untraced_step(grad_sumsq=grad_sumsq, numel=numel)
+            return loss
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
+        try:
+            if grad_sumsq is None:
+                if numel is not None:
+                    raise ValueError(
+                        f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum."
+                    )
+                if torch._C._current_graph_task_id() != -1:
+                    refuse_step_in_backward()
+                if provider is not None:
+                    grad_sumsq, numel = provided(provider())
+            scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
         return loss
 
     _step_with_hooks = Optimizer.profile_hook_step(_step)
 
-    def _eager_step(self, grad_sumsq: float | Tensor | None, numel: int | None) -> None:
-        if grad_sumsq is None:
-            if numel is not None:
-                raise ValueError(
-                    f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum."
-                )
-            if torch._C._current_graph_task_id() != -1:
-                refuse_step_in_backward()
-            provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
-            if provider is not None:
-                grad_sumsq, numel = provided(provider())
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
-
     # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
-    _untraced_step = _disable_dynamo(_eager_step)
+    _untraced_step = _disable_dynamo(_step)
 
     def _end_released_step(self, closure: object, grad_sumsq: object, numel: object) -> None:
         release = self._gradient_release
@@ -359,7 +355,8 @@ class FusedAdamS(Optimizer):
                 params.append(param)
                 grads.append(param.grad)
                 numbers.append(number)
-        optimizer_step(params, grads, numbers, self._handle)
+        with torch.no_grad():
+            optimizer_step(params, grads, numbers, self._handle)
 
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""

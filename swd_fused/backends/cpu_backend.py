@@ -17,20 +17,19 @@ from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
-STEP = ops.step_.default
+STEP, UPDATE = ops.step_.default, ops.update_.default
 
 
 class Operands:
     """Where a bucket's tensors are, and how they lie in memory."""
 
-    grad_addresses: Tensor  # of this step
-
-    def __init__(self, layouts: Tensor, addresses: Tensor) -> None:
-        self.layouts, self.addresses = layouts, addresses
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layouts, self.addresses, self.grad_addresses
+    def __init__(self, bucket: Bucket) -> None:
+        kept = bucket.params, *bucket.state_tensors
+        layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
+        addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
+        self.grads = array("q", bucket.grad_addresses)  # written to in each step
+        self.tensors = layouts, addresses, torch.frombuffer(self.grads, dtype=torch.int64)
+        self.kept = bucket.steps, *self.tensors, bucket.groups, bucket.tensor_ids
 
 
 class CpuBackend:
@@ -46,12 +45,10 @@ class CpuBackend:
         return moment.zero_()
 
     def describe(self, bucket: Bucket) -> None:
-        kept = bucket.params, *bucket.state_tensors
-        layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
-        bucket.plan = Operands(layouts, int64s(map(Tensor.data_ptr, chain.from_iterable(kept))))
+        bucket.plan = Operands(bucket)
 
     def begin(self, bucket: Bucket) -> None:
-        bucket.plan.grad_addresses = torch.frombuffer(array("q", bucket.grad_addresses), dtype=torch.int64)
+        bucket.plan.grads[:] = array("q", bucket.grad_addresses)
 
     def pass1(self, bucket: Bucket) -> Tensor:
         sums: Tensor = ops.gradient_sums(*bucket.plan.tensors, bucket.known_sums(), *_scalars(bucket))
@@ -73,27 +70,18 @@ class CpuBackend:
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        return self._write(bucket, ops.update_.default, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed)[0]
+        scalars = exp_avg_sq_mean, grad_factor, skip, bucket.options.seed
+        sums: Tensor = UPDATE(bucket.known_sums(), *bucket.plan.kept, bucket.hyper.table, *scalars)
+        torch._C._increment_version(bucket.written)
+        return sums[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
-        return self._write(bucket, STEP, gate.max_grad_norm, lagged, *gate[1:], bucket.options.seed)
-
-    def _write(self, bucket: Bucket, op: Callable[..., Tensor], *arguments: object) -> Tensor:
-        """Calls an operator that writes to the bucket's tensors, through addresses."""
-        plan = bucket.plan
-        result = op(
-            bucket.known_sums() if bucket.sums is None else bucket.sums,
-            bucket.steps,
-            plan.layouts,
-            plan.addresses,
-            plan.grad_addresses,
-            bucket.groups,
-            bucket.tensor_ids,
-            bucket.hyper.table,
-            *arguments,
-        )
-        torch.autograd.graph.increment_version(bucket.written)
-        return result
+        sums = bucket.known_sums() if bucket.sums is None else bucket.sums
+        max_grad_norm, *scaling = gate
+        scalars = max_grad_norm, lagged, *scaling, bucket.options.seed
+        results: Tensor = STEP(sums, *bucket.plan.kept, bucket.hyper.table, *scalars)
+        torch._C._increment_version(bucket.written)  # what torch.autograd.graph.increment_version calls
+        return results
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         columns = [0] * len(bucket.params) if bucket.coded else []

@@ -145,12 +145,13 @@ class Plan:
         self.steps = bucket.steps.unbind()  # in each step anew it took 0.4 ms for a thousand tensors
         lists = bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.grads_or_params
         self._fitting = [index for index, tensors in enumerate(zip(*lists, strict=True)) if fits_fused_kernel(tensors)]
-        self._beta2: tuple[Hyper, tuple[Tensor, Tensor]] | None = None  # by tensor, of these hyper-parameters
+        self._beta2: tuple[list[float], tuple[Tensor, Tensor]] | None = None  # by group, and by tensor
 
     def beta2_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Does what the function does, and only when a hyper-parameter has changed."""
-        if self._beta2 is None or self._beta2[0] is not bucket.hyper:
-            self._beta2 = bucket.hyper, beta2_of(bucket)
+        """Does what the function does, and only when one has changed."""
+        by_group = [row.beta2 for row in bucket.hyper.rows]
+        if self._beta2 is None or self._beta2[0] != by_group:
+            self._beta2 = by_group, beta2_of(bucket)
         return self._beta2[1]
 
     def indices_for_fused_kernel(self, bucket: Bucket) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import eq, is_, itemgetter, methodcaller
+from ctypes import c_double
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,9 @@ Group = Mapping[str, Any]
 # models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
 FAR_BEYOND_ADAMW = 10.0
 
-PARAMS, VALUES = itemgetter("params"), methodcaller("values")
+PARAMS = itemgetter("params")
 NUMBERS = itemgetter("lr", "betas", "eps", "weight_decay", "max_decay")
+SCHEDULED = {"lr", "betas"}  # what schedulers change
 
 # Of groups: ours but process_group, and those that torch's schedulers and named parameters add.
 USUAL_KEYS = {"params", "param_names", "initial_lr", *GROUP_OPTIONS} - {"process_group"}
@@ -93,14 +94,27 @@ class Hyper:
     """Holds hyper-parameters as a table on a device, with a row for each parameter group."""
 
     def __init__(self, rows: Sequence[HyperRow], device: torch.device) -> None:
-        self.rows = rows
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.table = torch.tensor(rows, dtype=dtype, device="cpu")
+        self.rows = list(rows)
+        self.table = torch.tensor(rows, dtype=scalar_dtype(device), device="cpu")
         self.is_captured = False
+        self._memory: Any = None  # of the table, where the host may write to it
         if device.type != "cpu":
             self.is_captured = graphs.is_capturing(device)
             self.table = from_host(self.table, device)
+        elif not is_fake(self.table):
+            self._memory = (c_double * self.table.numel()).from_address(self.table.data_ptr())
         self._columns: dict[str, Tensor] = {}
+
+    def follows(self, index: int, row: HyperRow) -> bool:
+        """Writes another row to the table, or returns False: one on a GPU may still be read, by a graph for instance.
+
+        A scheduler changes it in each step, and a new tensor took 25 us in a training loop.
+        """
+        if self._memory is None:
+            return False
+        self.rows[index] = row
+        self._memory[index * len(row) : (index + 1) * len(row)] = row
+        return True
 
     def column(self, name: str) -> Tensor:
         column = self._columns.get(name)
@@ -123,7 +137,7 @@ class GroupValues:
     """Holds the hyper-parameters of all groups as one step reads them.
 
     Checked and made anew when any entry of a group has become another object, whatever its key: so an entry that is
-    added to groups needs no mention here.
+    added to groups needs no mention here. Only the numbers that schedulers change are taken up without that.
     """
 
     def __init__(self, groups: Sequence[Group], decay: Decay) -> None:
@@ -132,7 +146,7 @@ class GroupValues:
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self.is_calibrating = False
         self._tables: dict[torch.device, Hyper] = {}
-        harmless_rms = 0.0
+        self._harmless_mean: float | None = None
         can_change = False  # without becoming another object
         for index, group in enumerate(groups):
             row = hyper_row(group, decay, check=True)
@@ -143,26 +157,54 @@ class GroupValues:
             lr, betas = group["lr"], group["betas"]
             if isinstance(lr, Tensor):
                 self.tensor_lrs.append((index, lr))
-                harmless_rms = math.inf
-            elif row.weight_decay:
-                harmless_rms = max(harmless_rms, row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW))
             if type(betas) is not tuple or isinstance(betas[0], Tensor) or isinstance(betas[1], Tensor):
                 can_change = True
             if group.get("adamw_weight_decay") is not None:
                 self.is_calibrating = True
         self._sizes = list(map(len, map(PARAMS, groups)))
-        self.harmless_mean = harmless_rms * harmless_rms  # from which on there is no decay to warn of
-        self._seen: list[object] = []
-        if not can_change:
-            self._seen = [*chain.from_iterable(groups), *chain.from_iterable(map(VALUES, groups))]
+        self._seen = [] if can_change else list(map(dict, groups))
 
     def hold(self, groups: Sequence[Group]) -> bool:
-        seen = chain(chain.from_iterable(groups), chain.from_iterable(map(VALUES, groups)))
-        return (
-            2 * sum(map(len, groups)) == len(self._seen)
-            and all(map(is_, seen, self._seen))
-            and all(map(eq, map(len, map(PARAMS, groups)), self._sizes))
-        )
+        """Returns whether these are the groups' values, after taking up what schedulers have changed."""
+        if len(groups) != len(self._seen):
+            return False
+        for index, group in enumerate(groups):
+            seen = self._seen[index]
+            if len(group) != len(seen) or len(group["params"]) != self._sizes[index]:
+                return False
+            changed = [key for key, value in group.items() if seen.get(key, self) is not value]
+            if changed and not (SCHEDULED.issuperset(changed) and self._follow(index, group)):
+                return False
+        return True
+
+    def _follow(self, index: int, group: Group) -> bool:
+        """Takes up other numbers, and returns whether they are plain and allowed. All else was checked before."""
+        lr, betas, seen = group["lr"], group["betas"], self._seen[index]
+        if not (
+            type(lr) is type(seen["lr"]) is float
+            and type(betas) is tuple
+            and len(betas) == 2
+            and type(betas[0]) is type(betas[1]) is float
+            and 0 <= lr < math.inf
+            and 0 <= betas[0] < 1
+            and 0 <= betas[1] < 1
+        ):
+            return False
+        if lr > seen["lr"]:
+            self._harmless_mean = None
+        seen["lr"], seen["betas"] = lr, betas
+        self.rows[index] = row = HyperRow(lr, *betas, *self.rows[index][3:])
+        self._tables = {device: hyper for device, hyper in self._tables.items() if hyper.follows(index, row)}
+        return True
+
+    @property
+    def harmless_mean(self) -> float:
+        """A mean of v^ from which on there is no decay to warn of."""
+        if self._harmless_mean is None:
+            decays = [row for row in self.rows if row.weight_decay]
+            rms = [row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW) for row in decays]
+            self._harmless_mean = math.inf if self.tensor_lrs else max(rms, default=0.0) ** 2
+        return self._harmless_mean
 
     def check_tensor_lrs(self) -> None:
         """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""

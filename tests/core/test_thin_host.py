@@ -17,11 +17,12 @@ from swd_fused import FusedAdamS
 from swd_fused.options import GROUP_OPTIONS
 from swd_fused.step import stepper
 from swd_fused.tensors.description import Description
-from swd_fused.tensors.hyper import GroupValues
+from swd_fused.tensors.hyper import SCHEDULED, GroupValues
 from tests.runs import random_grads, random_params, run
 
 SHAPES = [(20,), (30,), (7, 5)]
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -142,9 +143,42 @@ OTHER: dict[str, Any] = {
 def test_all_entries_of_a_group_are_watched(key: str) -> None:
     optimizer = FusedAdamS(random_params(SHAPES))
     values = GroupValues(optimizer.param_groups, "scheduled")
+    table = values.on(CPU).table
     assert values.hold(optimizer.param_groups)
     optimizer.param_groups[0][key] = OTHER[key]
+    holds = values.hold(optimizer.param_groups)
+    assert holds == (key in SCHEDULED)
+    if holds:  # it has followed, in the memory that kernels read
+        expected = GroupValues(optimizer.param_groups, "scheduled")
+        assert values.rows == values.on(CPU).rows == expected.rows
+        assert values.on(CPU).table is table
+        assert torch.equal(table, expected.on(CPU).table)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"lr": 1}, {"lr": torch.tensor(0.1)}, {"betas": [0.5, 0.6]}, {"betas": (torch.tensor(0.5), 0.6)}]
+)
+def test_only_plain_numbers_are_followed(numbers: dict[str, Any]) -> None:
+    optimizer = FusedAdamS(random_params(SHAPES))
+    values = GroupValues(optimizer.param_groups, "scheduled")
+    optimizer.param_groups[0].update(numbers)
     assert not values.hold(optimizer.param_groups)
+    assert not GroupValues([{**optimizer.param_groups[0], "lr": torch.tensor(0.1)}], "scheduled").hold(
+        [{**optimizer.param_groups[0], "lr": 0.1}]
+    )
+
+
+@pytest.mark.parametrize("numbers", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (-0.1, 0.9)}])
+def test_numbers_that_a_scheduler_sets_are_checked(numbers: dict[str, Any]) -> None:
+    optimizer = FusedAdamS(random_params(SHAPES))
+    for param in optimizer.numbered_params():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.param_groups[0].update(numbers)
+    before = [param.clone() for param in optimizer.numbered_params()]
+    with pytest.raises(ValueError, match=next(iter(numbers))):
+        optimizer.step()
+    assert all(map(torch.equal, before, optimizer.numbered_params()))
 
 
 # --- A short way
