@@ -71,6 +71,10 @@ class Options(NamedTuple):
     total_numel: int | None = None
     backend: BackendName = "auto"
 
+    def of_tensors(self) -> Options:
+        """Returns what descriptions of tensors depend on: all but what a step's call is told."""
+        return self._replace(max_grad_norm=None, schedule="exact")
+
     def needs_master(self, param_dtype: torch.dtype) -> bool:
         return self.master_weights and param_dtype in (torch.bfloat16, torch.float16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any, NoReturn
@@ -138,15 +139,20 @@ def _local_grad(param: Any, grad: Any) -> Tensor:
 
 def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """Returns a local tensor as a shard, placed as the parameter is: of a whole that is like the parameter, or that has
-    this shape and is row-major."""
+    this shape and is row-major.
+
+    `DTensor.from_local` would move it to the mesh's kind of device, which FSDP2's CPUOffloadPolicy keeps parameters
+    away from.
+    """
     if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
 
     whole = param if shape is None else torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    spec = replace(param._spec, tensor_meta=TensorMeta(whole.shape, whole.stride(), local.dtype))
+    sharded: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return sharded
 
 
 def redistributed_like(param: Any, value: Any) -> Tensor:

@@ -237,10 +237,9 @@ class GradientRelease:
 
     def _inputs(self, params: list[Tensor], values: GroupValues, state: State) -> StepInput:
         """Returns the inputs of a step in which only these parameters have gradients."""
-        stepper, every = self._stepper, params_of(self._groups)
-        ids = set(map(id, params))
+        every, ids = params_of(self._groups), set(map(id, params))
         grads = [param.grad if id(param) in ids else None for param in every]
-        return StepInput(stepper.options, stepper.sharded_over, self._groups, values.kinds, state, every, grads)
+        return self._stepper.inputs(self._groups, values, state, every, grads)
 
     def _end(self, step: ReleasedStep, description: Description, mean: Tensor, grad_sq: Tensor | None = None) -> None:
         """Leaves what the next step needs, and keeps what users log."""

@@ -53,6 +53,7 @@ class Stepper:
 
     def __init__(self, options: Options, sharded_over: ShardedOver | None, is_fresh: bool) -> None:
         """`is_fresh` is whether training begins here."""
+        self._of_tensors: Options | None = None
         self._pass_one = PassOne()
         self.step_before = StepBefore(self._pass_one)
         self.set_options(options)
@@ -72,6 +73,8 @@ class Stepper:
     def set_options(self, options: Options) -> None:
         """Has options obeyed from the next step on."""
         self.options = options
+        if self._of_tensors != options.of_tensors():
+            self._of_tensors = options.of_tensors()
         self.step_before.forget()  # what it has left is too old when steps that need it come again
         self._usual_source: Source = self.step_before if options.needs_one_pass else self._pass_one
 
@@ -120,7 +123,7 @@ class Stepper:
             may_skip = scaling[1] is not None or options.skip_nonfinite
             device = params[0].device if params else torch.device("cpu")
             grad_sq = checked_grad_sq(grad_sumsq, numel, groups, options.schedule, device, may_skip)
-        inputs = StepInput(options, self.sharded_over, groups, values.kinds, state, params, grads)
+        inputs = self.inputs(groups, values, state, params, grads)
         step = self._kept[0] if self._kept else None
         if step is None or not step.holds(inputs):
             step = self.described(inputs)
@@ -147,6 +150,13 @@ class Stepper:
             step.end()
         self.record(step, groups, values, scalars, gate)
         return None
+
+    def inputs(
+        self, groups: Groups, values: GroupValues, state: State, params: list[Tensor], grads: list[Tensor | None]
+    ) -> StepInput:
+        """Returns what a description is made of."""
+        assert self._of_tensors is not None, "set with the options"
+        return StepInput(self._of_tensors, self.sharded_over, groups, values.kinds, state, params, grads)
 
     def begin(self, groups: Groups) -> GroupValues:
         """Returns the hyper-parameters of a step, after saying what the steps before have shown."""

@@ -51,6 +51,8 @@ ORDINARY: dict[str, Callable[[FusedAdamS], object]] = {
     "another lr": lambda optimizer: optimizer.param_groups[0].update(lr=3e-3),
     "other betas": lambda optimizer: optimizer.param_groups[0].update(betas=(0.8, 0.99)),
     "another decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=1e-3),
+    "another norm to clip to": lambda optimizer: setattr(optimizer, "max_grad_norm", 0.5),
+    "another schedule": lambda optimizer: setattr(optimizer, "schedule", "lagged"),
     "a scaled loss": scaled,
     "a note in a group": lambda optimizer: optimizer.param_groups[0].update(note="seen"),
 }
@@ -102,7 +104,7 @@ CHANGES: dict[str, Callable[[FusedAdamS, list[torch.nn.Parameter]], object]] = {
     "memory of a parameter": lambda optimizer, params: setattr(params[0], "data", params[0].data.clone()),
     "a write to a second moment": lambda optimizer, params: optimizer.state[params[0]]["exp_avg_sq"].mul_(2),
     "state that is deleted": lambda optimizer, params: optimizer.state.pop(params[0]),
-    "an option": lambda optimizer, params: setattr(optimizer, "max_grad_norm", 1.0),
+    "an option": lambda optimizer, params: setattr(optimizer, "total_numel", 1000),
     "another backend": lambda optimizer, params: setattr(optimizer, "backend", "torch"),
     "a parameter in another group": lambda optimizer, params: optimizer.param_groups[1]["params"].insert(
         0, optimizer.param_groups[0]["params"].pop()

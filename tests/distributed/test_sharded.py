@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,12 +58,17 @@ def my_part(index: int, parts: int) -> slice:
     return slice(16 // parts * index, 16 // parts * (index + 1))
 
 
-def fsdp(**options: Any) -> tuple[Record, list[int]]:
+def fsdp(policy: OffloadPolicy = OffloadPolicy(), **options: Any) -> tuple[Record, list[int]]:  # noqa: B008
     model = new_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.side, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model.side, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return counted(options, model, my_part(dist.get_rank(), dist.get_world_size()))
+
+
+def offloaded(**options: Any) -> tuple[Record, list[int]]:
+    """Of a mesh of GPUs: tests/distributed/test_offloaded_shards.py."""
+    return fsdp(CPUOffloadPolicy(pin_memory=False), **options)
 
 
 def tensor_parallel(**options: Any) -> tuple[Record, list[int]]:
@@ -125,7 +130,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amsgrad": {**CLIP, "amsgrad": True},
     "lagged": {"schedule": "lagged"},
 }
-LAYOUTS = {2: [fsdp, tensor_parallel, ddp], 4: [fsdp, tensor_parallel, hsdp, tp_fsdp]}
+LAYOUTS = {2: [fsdp, offloaded, tensor_parallel, ddp], 4: [fsdp, tensor_parallel, hsdp, tp_fsdp]}
 CASES: dict[int, dict[str, Callable[[], Any]]] = {
     size: {
         f"{layout.__name__}, {name}": partial(layout, **options)
@@ -177,7 +182,7 @@ def test_the_mean_is_bitwise_the_same_on_all_ranks(size: int, layout: str, optio
     assert all(other.means == first.means for other in others)
 
 
-ALL_REDUCES = {"fsdp": 1, "tensor_parallel": 1, "ddp": 0, "hsdp": 1, "tp_fsdp": 2}
+ALL_REDUCES = {"fsdp": 1, "offloaded": 1, "tensor_parallel": 1, "ddp": 0, "hsdp": 1, "tp_fsdp": 2}
 
 
 @pytest.mark.parametrize(("size", "layout", "options"), RUNS)
