@@ -67,7 +67,7 @@ def fsdp(policy: OffloadPolicy = OffloadPolicy(), **options: Any) -> tuple[Recor
 
 
 def offloaded(**options: Any) -> tuple[Record, list[int]]:
-    """Of a mesh of GPUs: tests/distributed/test_offloaded_shards.py."""
+    """Of a mesh of GPUs: tests/distributed/test_gpu_offloaded_shards.py."""
     return fsdp(CPUOffloadPolicy(pin_memory=False), **options)
 
 
