@@ -111,10 +111,14 @@ def check_state(param: Tensor, tensors: Iterable[Tensor], scales: Iterable[Tenso
     for shape, kind in ((tuple(param.shape), tensors), (scales_shape(param.shape), scales)):
         for tensor in kind:
             if tensor.shape != shape or tensor.device != param.device:
+                advice = (
+                    "After replacing a parameter by another one delete its state: del optimizer.state[param]."
+                    if tensor.shape != shape
+                    else "After moving a model let its state follow: optimizer.load_state_dict(optimizer.state_dict())."
+                )
                 raise RuntimeError(
                     f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now "
-                    f"has shape {tuple(param.shape)} on {param.device}, wanted {shape} there. After replacing a "
-                    "parameter by another one delete its state: del optimizer.state[param]."
+                    f"has shape {tuple(param.shape)} on {param.device}, wanted {shape} there. {advice}"
                 )
 
 

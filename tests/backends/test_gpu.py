@@ -359,3 +359,25 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
 def test_auto_takes_the_triton_kernels() -> None:
     name = "triton" if ON_GPU else "cpu"
     assert f"backend: {name}\n" in repr(FusedAdamS(random_params([(3,)])))
+
+
+@on_gpu_only
+def test_state_follows_a_model_that_is_moved(backend: str) -> None:
+    """By the advice that the refusal gives."""
+    with torch.device("cpu"):
+        model = torch.nn.Linear(30, 20)
+        grads = [[torch.randn(param.shape) for param in model.parameters()] for _ in range(4)]
+    twin = copy.deepcopy(model)
+    optimizers = [FusedAdamS(module.parameters()) for module in (model, twin)]
+    for step, (weight, bias) in enumerate(grads):
+        if step == 2:
+            model.cuda()
+        for module, optimizer in zip((model, twin), optimizers, strict=True):
+            module.weight.grad, module.bias.grad = weight.to(module.weight.device), bias.to(module.bias.device)
+            if step == 2 and module is model:
+                with pytest.raises(RuntimeError, match=r"load_state_dict\(optimizer.state_dict\(\)\)"):
+                    optimizer.step()
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+    assert {state["exp_avg"].device.type for state in optimizers[0].state.values()} == {"cuda"}
+    torch.testing.assert_close(model.weight.cpu(), twin.weight, rtol=1e-6, atol=1e-7)

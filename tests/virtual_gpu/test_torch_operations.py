@@ -31,3 +31,18 @@ def test_sparse_tensors() -> None:
     assert (sparse.layout, sparse.device.type, sparse.shape) == (torch.sparse_coo, "cuda", (4, 5))
     assert sparse._values().tolist() == [3.0] * 4
     assert sparse._indices().tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_new_tensors_like_those_of_another_device() -> None:
+    on_host = torch.ones(2, 3, device="cpu")
+    zeros = torch.zeros_like(on_host, device="cuda")
+    assert (zeros.device.type, zeros.tolist()) == ("cuda", [[0.0] * 3] * 2)
+    assert torch.ones_like(zeros, device="cpu").tolist() == on_host.tolist()
+    assert on_host.new_full((2,), 5.0, device="cuda").tolist() == [5.0, 5.0]
+
+
+def test_who_does_not_wait_for_a_copy_to_the_host_reads_too_early() -> None:
+    early = torch.full((4,), 3.0).to("cpu", non_blocking=True)
+    assert not torch.equal(early, torch.full((4,), 3.0, device="cpu"))
+    torch.cuda.synchronize()
+    assert torch.equal(early, torch.full((4,), 3.0, device="cpu"))

@@ -77,6 +77,11 @@ class _OnSameMemory(TorchDispatchMode):
             _device(func, args, kwargs)
             torch.cuda.synchronize()
             return func(*_for_cpu(args))
+        if _takes_only_the_shape(func) and kwargs.get("device") is not None:
+            like = _for_meta(args[0])
+            return (
+                func(like, *args[1:], **kwargs) if _is_cpu(kwargs["device"]) else _new(func, (like, *args[1:]), kwargs)
+            )
         if func in TO_SPARSE:
             return _to_sparse(func, args, kwargs)
         return _in_place(func, args, kwargs) if _written(func, args, kwargs) else _new(func, args, kwargs)
@@ -88,6 +93,16 @@ def _is_cuda(x: object) -> bool:
 
 def _is_view(func: Any) -> bool:
     return any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def _takes_only_the_shape(func: Any) -> bool:
+    """Whether an operation asks its tensor for nothing but what a new one should look like, on whatever device."""
+    name = func._schema.name
+    return bool(name.endswith("_like") or name.startswith("aten::new_"))
+
+
+def _is_cpu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cpu"
 
 
 def _is_random(func: Any) -> bool:
@@ -113,6 +128,8 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if to.numel() == 0:
         return to
     source = source.expand(to.shape)
+    if non_blocking and source.is_cuda and to.is_cpu and not to.is_pinned():
+        return _copy_late(to, source)
     fits = source.dtype == to.dtype and _is_dense(source)
     if fits and _is_dense(to):
         return aten.copy_.default(to, source, non_blocking)
@@ -126,6 +143,15 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     arrived = torch.empty(to.shape, dtype=to.dtype, device=to.device)
     aten.copy_.default(arrived, source, non_blocking and to.is_cuda)
     return _copy(to, arrived)
+
+
+def _copy_late(to: Tensor, source: Tensor) -> Tensor:
+    """Copies to pageable memory when the stream gets there. Drivers mostly wait, and nobody may rely on that: whoever
+    reads too early finds zeros. The queue keeps the memory alive, which no driver does."""
+    on_host = on_cpu(source)
+    to.zero_()
+    _queue(source.device, lambda: to.copy_(on_host))
+    return to
 
 
 def _to_copy(
