@@ -45,6 +45,8 @@ Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
 
 LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
 NBYTES = attrgetter("nbytes")
+VALUES = dict.values
+END = (object(),)  # of what is compared one by one: `map` stops where the shorter one ends
 TENSOR_GUARDS = torch._C._dynamo.guards.TensorGuards
 
 
@@ -71,8 +73,7 @@ class Description:
         """Checks all tensors, and raises before anything is written if one cannot be stepped."""
         self.options, self._sharded_over, groups, self._kinds, state, self._params, grads = step
         self._is_distributed = is_distributed()
-        self._param_ids = list(map(id, self._params))
-        self._state_ids: list[int] = []  # until `commit`
+        self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
         self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
         self._guards: Any = None  # of all that is kept and of all gradients, where they have been seen together
         self._entries = self._new_entries(groups, state, grads)
@@ -110,10 +111,9 @@ class Description:
                 and self._sharded_over is sharded_over
                 and self._is_distributed == is_distributed()
                 and self._kinds == kinds
-                and self._param_ids == list(map(id, params))
-                and self._state_ids
-                == list(map(id, chain(state, chain.from_iterable(map(dict.values, state.values())))))
-                and self._local_ids == list(map(id, map(LOCAL, self._dtensors)))
+                and all(map(is_, chain(self._params, END), chain(params, END)))
+                and all(map(is_, self._held, chain(state, chain.from_iterable(map(VALUES, state.values())), END)))
+                and all(map(is_, self._locals, map(LOCAL, self._dtensors)))
                 and self._versions == list(map(VERSION, self._averaged))
                 and self._takes(grads)
             )
@@ -185,7 +185,7 @@ class Description:
         """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
         tensors = [*self._whole_params, *(state[key] for state in states for key in STORED if key in state)]
         self._dtensors = list(filter(is_dtensor, tensors))
-        self._local_ids = list(map(id, map(LOCAL, self._dtensors)))
+        self._locals = list(map(LOCAL, self._dtensors))
         self._kept = list(map(local_tensor, tensors))
         averaged = [state[key] for state in states for key in SECOND_MOMENTS if key in state]
         # Writes to a DTensor count on it or on its local part, depending on how it was written to.
@@ -235,8 +235,7 @@ class Description:
             entry.owned.update(entry.staged)
             state[entry.param] = entry.owned
         held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
-        self._held = [*state, *held]  # so that nobody else gets their ids
-        self._state_ids = list(map(id, self._held))
+        self._held = [*state, *held, *END]
 
     def _advance_followers(self) -> None:
         """Copies the step counts to whoever follows them, after a step. Most have no owner but the state, and are gone
@@ -271,7 +270,7 @@ class Description:
                     bucket.sums = before.sums
 
     def shares_params_with(self, params: Iterable[Tensor]) -> bool:
-        return not set(self._param_ids).isdisjoint(map(id, params))
+        return not set(map(id, self._params)).isdisjoint(map(id, params))
 
     def params_with_grad(self) -> list[Tensor]:
         pairs = chain.from_iterable(zip(bucket.numbers, bucket.grads, strict=True) for bucket in self.buckets)
