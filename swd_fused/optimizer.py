@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, overload
 
@@ -15,7 +15,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
+from swd_fused.distributed.sharding import ShardedOver, is_distributed
+from swd_fused.new_groups import check_all, listed, new_group
 from swd_fused.options import (
     BackendName,
     Compatibility,
@@ -24,12 +25,8 @@ from swd_fused.options import (
     Schedule,
     StateDtype,
     check_compatibility,
-    check_total_numel_covers,
-    check_use_of_precision,
-    check_use_of_seed,
     checked,
     kind_of_decay,
-    warn_of_lost_updates,
 )
 from swd_fused.settings import Checked, Setting, fix_attributes
 from swd_fused.state.load import (
@@ -41,7 +38,6 @@ from swd_fused.state.load import (
     saved_by_param,
     with_separate_steps,
 )
-from swd_fused.state.moments import warn_without_codes
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, optimizer_step
 from swd_fused.step.decay_warning import CALIBRATED_ADVICE
@@ -49,7 +45,7 @@ from swd_fused.step.release import GradientRelease, check_step_of_released
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided
 from swd_fused.tensors.description import backend_for
-from swd_fused.tensors.group_checks import check_new_group, check_params
+from swd_fused.tensors.group_checks import check_new_group
 
 # Of groups: options that pickles of older versions lack.
 ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
@@ -169,43 +165,14 @@ class FusedAdamS(Optimizer):
             "decay": options.decay,
         }
         check_new_group({}, defaults, options.decay)
-        if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
-            params = list(params)  # type: ignore[assignment]
-            if not params:
-                raise ValueError(
-                    "FusedAdamS got no parameters, wanted at least one. Pass model.parameters(); a generator that "
-                    "was used before is empty."
-                )
-        super().__init__(params, defaults)
+        super().__init__(listed(params), defaults)
         if adamw_terms.is_in_adamw_terms(defaults, self.param_groups):
             self._stepper.decay_warning.advice = CALIBRATED_ADVICE
-        adamw_terms.check_some_group_decays(adamw_weight_decay, self.param_groups)
-        check_use_of_seed(options, self.param_groups)
-        warn_without_codes(self.param_groups)
-        check_use_of_precision(options, {param.dtype for param in self.numbered_params()})
-        warn_of_lost_updates(options, self.param_groups)
+        check_all(options, defaults, self.param_groups)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_new_group(param_group, self.defaults, self.options.decay)
-        params = param_group["params"]
-        if isinstance(params, Tensor):
-            params = [params]
-        elif not isinstance(params, set):  # torch refuses sets, which have no order
-            params = list(params)
-        named_or_not = [param[1] if isinstance(param, tuple) else param for param in params]
-        tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
-        check_params(tensors, "one group")
-        for param in tensors:
-            backend_for(param, self.options)
-        here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
-        check_total_numel_covers(self.total_numel, here)
-        calibration = adamw_terms.calibration_of(param_group, self.defaults, self.options.decay)
-        param_group = {**param_group, "params": params, **calibration}
-        param_group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
-        if "process_group" in param_group:
-            param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
-        super().add_param_group(param_group)
+        super().add_param_group(new_group(param_group, self.defaults, self.options, self.numbered_params()))
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""

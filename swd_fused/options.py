@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, get_args
 
 import torch
-from torch import Tensor
 
 Schedule = Literal["exact", "lagged"]
 Decay = Literal["scheduled", "decoupled", "l2"]
@@ -179,64 +177,6 @@ def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
             "for AdamW's decay. Use one of the two."
         )
     return decay if adam_w_mode else "l2"
-
-
-def check_use_of_seed(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
-        raise ValueError(
-            f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
-            "that use it."
-        )
-
-
-def check_total_numel_covers(total_numel: int | None, local_numel: int) -> None:
-    """Refuses a total that padding cannot explain: a padded buffer may be longer than the model, but not twice."""
-    if total_numel is not None and 2 * total_numel < local_numel:
-        raise ValueError(
-            f"FusedAdamS got total_numel={total_numel}, but this rank alone has {local_numel} elements. Pass the "
-            "number of elements of the whole model, on all ranks and without padding; or None to count them."
-        )
-
-
-def check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) -> None:
-    """Refuses options for 16-bit parameters where there are none."""
-    kinds = ", ".join(sorted({str(dtype) for dtype in dtypes}))
-    if options.master_weights and not any(options.needs_master(dtype) for dtype in dtypes):
-        raise ValueError(
-            f"FusedAdamS got master_weights=True for parameters of {kinds}, wanted some of torch.bfloat16 or "
-            "torch.float16: wider ones are their own masters. Convert the model first, or leave it out."
-        )
-    if options.stochastic_rounding and torch.bfloat16 not in dtypes:
-        raise ValueError(
-            f"FusedAdamS got stochastic_rounding=True for parameters of {kinds}, wanted some of torch.bfloat16, the "
-            "only dtype that is rounded so. Convert the model first, or leave it out."
-        )
-
-
-# For warnings from a function that the constructor calls. Two levels are those of torch's decorator.
-CALLER_OF_CONSTRUCTOR = 5
-
-# Below this a bfloat16 weight of 0.02 and more stays where it is: it resolves 1/256 of itself, and a step moves it by
-# about lr. At 1e-5 it was 3% of a small language model's weights that moved.
-SMALL_LR_FOR_BFLOAT16 = 1e-4
-
-
-def warn_of_lost_updates(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warns, once for an optimizer, that bfloat16 parameters are too coarse for the learning rate."""
-    if options.master_weights or options.stochastic_rounding:
-        return
-    for group in groups:
-        lr = group["lr"]
-        if isinstance(lr, Tensor) or not 0 < lr < SMALL_LR_FOR_BFLOAT16:
-            continue
-        if any(param.dtype == torch.bfloat16 for param in group["params"]):
-            warnings.warn(
-                f"FusedAdamS got bfloat16 parameters with lr={lr:g}: most updates are smaller than what bfloat16 "
-                "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
-                "stochastic_rounding=True, which takes no memory.",
-                stacklevel=CALLER_OF_CONSTRUCTOR,
-            )
-            return
 
 
 # --- What checks have in common

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from swd_fused.distributed.sharding import local_tensor
-from swd_fused.options import GLOBAL_OPTIONS, GROUP_OPTIONS, check_total_numel_covers, checked, message
-from swd_fused.tensors.description import backend_for
+from swd_fused.new_groups import check_fit
+from swd_fused.options import GLOBAL_OPTIONS, GROUP_OPTIONS, checked, message
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
@@ -43,10 +42,7 @@ class Setting:
 
     def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
         options = checked(optimizer.options._replace(**{self._name: value}))
-        params = optimizer.numbered_params()
-        check_total_numel_covers(options.total_numel, sum(local_tensor(param).numel() for param in params))
-        for param in params:
-            backend_for(param, options)
+        check_fit(options, optimizer.numbered_params())
         optimizer.use(options, self._name)
 
 

@@ -46,6 +46,7 @@ LAYERS = [
     ["step.sums"],
     ["step.stepper"],
     ["step.release"],
+    ["new_groups"],
     ["settings"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
