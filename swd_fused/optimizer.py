@@ -14,19 +14,20 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from swd_fused.checks import FLAG, Check
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
-from swd_fused.new_groups import check_all, listed, new_group
+from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import (
+    GROUP_DEFAULTS,
     BackendName,
     Compatibility,
     Decay,
     Options,
     Schedule,
     StateDtype,
+    asked_options,
     check_compatibility,
-    checked,
-    kind_of_decay,
 )
 from swd_fused.settings import Checked, Setting, fix_attributes
 from swd_fused.state.load import (
@@ -45,10 +46,6 @@ from swd_fused.step.release import GradientRelease, check_step_of_released
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided
 from swd_fused.tensors.description import backend_for
-from swd_fused.tensors.group_checks import check_new_group
-
-# Of groups: options that pickles of older versions lack.
-ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
 
 
 class FusedAdamS(Optimizer):
@@ -103,10 +100,8 @@ class FusedAdamS(Optimizer):
     schedule = Setting()
     total_numel = Setting()
     backend = Setting()
-    set_grad_none = Checked("True or False", lambda value: isinstance(value, bool))
-    grad_sumsq_provider = Checked(
-        "a function that returns grad_sumsq and numel, or None", lambda value: value is None or callable(value)
-    )
+    set_grad_none = Checked(FLAG)
+    grad_sumsq_provider = Checked(Check(callable, "a function that returns grad_sumsq and numel, or None").or_none())
 
     @_disable_dynamo
     def __init__(
@@ -139,36 +134,17 @@ class FusedAdamS(Optimizer):
         backend: BackendName = "auto",
         **compatibility: Unpack[Compatibility],
     ) -> None:
+        arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         check_compatibility(compatibility)
-        options = checked(
-            Options(
-                kind_of_decay(decay, compatibility.get("adam_w_mode", True)),
-                *(master_weights, stochastic_rounding, seed, skip_nonfinite),
-                *(max_grad_norm, schedule, total_numel, backend),
-            )
-        )
+        options = asked_options(arguments)
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "max_decay": max_decay,
-            **adamw_terms.checked_calibration(adamw_weight_decay, calibration_steps, options.decay),
-            "bias_correction": compatibility.get("bias_correction", True),
-            "state_dtype": state_dtype,
-            "decay": options.decay,
-        }
-        check_new_group({}, defaults, options.decay)
-        super().__init__(listed(params), defaults)
-        if adamw_terms.is_in_adamw_terms(defaults, self.param_groups):
+        super().__init__(listed(params), checked_defaults(arguments, options.decay))
+        if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
             self._stepper.decay_warning.advice = CALIBRATED_ADVICE
-        check_all(options, defaults, self.param_groups)
+        check_all(options, self.defaults, self.param_groups)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -440,7 +416,7 @@ class FusedAdamS(Optimizer):
             last = None
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
-            for key, value in (*ADDED_LATER.items(), ("decay", self.options.decay)):
+            for key, value in {**GROUP_DEFAULTS, "decay": self.options.decay}.items():
                 group.setdefault(key, value)
         if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
             self._stepper.decay_warning.advice = CALIBRATED_ADVICE
@@ -500,10 +476,7 @@ class FusedAdamS(Optimizer):
 
         Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
         """
-        adamw_terms.check_match_adamw(weight_decay, self.options.decay, self.param_groups)
-        for group in self.param_groups:
-            if group["weight_decay"] > 0:
-                group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+        adamw_terms.match_adamw(weight_decay, self.options.decay, self.param_groups)
 
 
 fix_attributes(FusedAdamS)
