@@ -1,11 +1,10 @@
-"""FusedAdamS: arguments, state dict, and the ways to call a step. How it is taken is in step/stepper.py."""
+"""FusedAdamS: arguments, and the ways to call a step. How it is taken is in step/stepper.py."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,38 +13,18 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from swd_fused import checkpoints, reports
 from swd_fused.checks import FLAG, Check
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
-from swd_fused.options import (
-    GROUP_DEFAULTS,
-    BackendName,
-    Compatibility,
-    Decay,
-    Options,
-    Schedule,
-    StateDtype,
-    asked_options,
-    check_compatibility,
-)
+from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, fix_attributes
-from swd_fused.state.load import (
-    adopt_masters,
-    check_state_dict,
-    loaded_group,
-    loaded_state,
-    other_entries,
-    saved_by_param,
-    with_separate_steps,
-)
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, optimizer_step
-from swd_fused.step.decay_warning import CALIBRATED_ADVICE
-from swd_fused.step.release import GradientRelease, check_step_of_released
+from swd_fused.step.release import GradientRelease, check_step_of_released, refuse_step_in_backward
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided
-from swd_fused.tensors.description import backend_for
 
 
 class FusedAdamS(Optimizer):
@@ -135,15 +114,13 @@ class FusedAdamS(Optimizer):
         **compatibility: Unpack[Compatibility],
     ) -> None:
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
-        check_compatibility(compatibility)
         options = asked_options(arguments)
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
-        if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
-            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
+        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         check_all(options, self.defaults, self.param_groups)
 
     @_disable_dynamo
@@ -315,18 +292,8 @@ class FusedAdamS(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
-        chosen = {backend_for(param, self.options)[1]: None for param in self.numbered_params()}
-        options: dict[str, object] = {
-            "backend": " and ".join(chosen),
-            "schedule": self.schedule,
-            "max_grad_norm": self.max_grad_norm,
-        }
-        asked_for = self.options._asdict().items() - Options()._asdict().items()
-        options.update((name, value) for name, value in sorted(asked_for) if name not in options)
-        if self._stepper.sharded_over is not None:
-            options["process_group"] = str(self._stepper.sharded_over)
-        lines = [f"{name}: {value}" for name, value in options.items()]
-        return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
+        options = reports.options_in_use(self._stepper, self.numbered_params())
+        return super().__repr__().replace("(", f"(\n{options}", 1)
 
     # --- State
 
@@ -341,13 +308,10 @@ class FusedAdamS(Optimizer):
             for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
                 group["weight_decay"] = weight_decay
         """
-        self._settle_calibration()
-        state_dict = super().state_dict()
-        groups = [
-            {key: value for key, value in group.items() if key != "process_group"}
-            for group in state_dict["param_groups"]
-        ]
-        return {**state_dict, "param_groups": groups}
+        # What a resumed run could not find out: which steps were skipped, and the mean at the end of calibration.
+        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
+        self._stepper.end_calibration(self.param_groups)
+        return checkpoints.without_process_groups(super().state_dict())
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -355,71 +319,33 @@ class FusedAdamS(Optimizer):
 
         If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
         """
-        check_state_dict(state_dict)
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        check_state_dict(state_dict)
-        saved = saved_by_param(self.param_groups, state_dict)
-        groups = []
-        for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            groups.append(loaded_group(own, saved_group, self.options))
-        state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
-            for group in groups:
-                for param in filter(saved.__contains__, group["params"]):
-                    backend, _ = backend_for(param, self.options)
-                    state[param] = loaded_state(param, saved[param], backend, self.options, group)
-        adopt_masters(saved, self.options)
-        self.__setstate__({"state": state, "param_groups": groups})
+        saved = checkpoints.after_hooks(state_dict, self)
+        self.__setstate__(checkpoints.loaded(saved, self.param_groups, self.options))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: "
-            "sums and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
-        )
-
-    def _settle_calibration(self) -> None:
-        """Has the groups say what a resumed run could not find out: skipped steps, and the mean at the end."""
-        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
-        self._stepper.end_calibration(self.param_groups)
+    __copy__ = checkpoints.refuse_shallow_copy
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        stepper = self._stepper
-        stepper.calibration.take_back_skipped(self.param_groups, stepper.skipped_steps)
+        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         return {
             **super().__getstate__(),
-            "state": defaultdict(dict, with_separate_steps(self.state)),
             "grad_sumsq_provider": self.grad_sumsq_provider,
             "set_grad_none": self.set_grad_none,
-            "options": stepper.options,
-            "skipped_steps": stepper.skipped_steps,
-            "_clipped_steps": stepper.clipped_steps,
-            "_sharded_over": stepper.sharded_over,
-            "_last": stepper.last,
+            **checkpoints.pickled(self._stepper, self.state),
         }
 
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
         state = state.copy()
+        last = None
         if "_stepper" not in self.__dict__:
-            # Pickles of older versions have some options as entries of their own.
-            own = {name: state.pop(name) for name in Options._fields if name in state}
-            self._stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
-            self._stepper.skipped_steps, last = state.pop("skipped_steps"), state.pop("_last")
-            self._stepper.clipped_steps = state.pop("_clipped_steps", self._stepper.clipped_steps)
-        else:
-            last = None
+            self._stepper, last = checkpoints.unpickled(state)
         super().__setstate__(state)
-        for group in (self.defaults, *self.param_groups):
-            for key, value in {**GROUP_DEFAULTS, "decay": self.options.decay}.items():
-                group.setdefault(key, value)
-        if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
-            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
+        checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
+        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
@@ -460,16 +386,7 @@ class FusedAdamS(Optimizer):
         `skipped_steps` and, where `max_grad_norm` is set, `clipped_share` are of all steps since this optimizer was
         made: near 1 clipping makes the decay constant.
         """
-        clipped = {} if self.max_grad_norm is None else {"clipped_share": self._stepper.clipped_steps.share()}
-        names = [group.get("name", index) for index, group in enumerate(self.param_groups)]
-        decays = zip(names, self.effective_weight_decay(), strict=True)
-        return {
-            "grad_norm": float(self.grad_norm),
-            "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
-            **{f"effective_weight_decay/{name}": decay for name, decay in decays},
-            **clipped,
-            "skipped_steps": float(self.skipped_steps),
-        }
+        return reports.metrics(self._stepper, self.param_groups, self.effective_weight_decay())
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
@@ -480,14 +397,3 @@ class FusedAdamS(Optimizer):
 
 
 fix_attributes(FusedAdamS)
-
-
-def refuse_step_in_backward() -> NoReturn:
-    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
-    raise RuntimeError(
-        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
-        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
-        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
-        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
-        "step() after backward() ends the step."
-    )

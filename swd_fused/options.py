@@ -161,7 +161,7 @@ def check_values(table: type[GroupOptions | Options], values: Mapping[str, Any])
 # --- Checks of arguments, and of options together
 
 
-def check_compatibility(keywords: Compatibility) -> None:
+def _check_compatibility(keywords: Compatibility) -> None:
     known = CHECKS[Compatibility]
     for name, value in keywords.items():
         if name not in known:
@@ -181,7 +181,8 @@ def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
 
 
 def asked_options(arguments: Mapping[str, Any]) -> Options:
-    """Returns what is asked for of the optimizer as a whole."""
+    """Returns what the constructor's arguments ask for of the optimizer as a whole."""
+    _check_compatibility(arguments["compatibility"])
     decay = kind_of_decay(arguments["decay"], arguments.get("adam_w_mode", True))
     return checked(Options(**{name: arguments[name] for name in Options._fields})._replace(decay=decay))
 

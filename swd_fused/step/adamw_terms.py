@@ -18,6 +18,7 @@ from torch import Tensor
 from swd_fused import schedule
 from swd_fused.checks import Check, is_whole
 from swd_fused.options import ADAMW_WEIGHT_DECAY, Decay
+from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
 from swd_fused.tensors.group_checks import check_is_scheduled
 from swd_fused.tensors.hyper import GroupValues
 from swd_fused.tensors.transfer import is_fake
@@ -93,9 +94,10 @@ def calibration_of(group: Mapping[str, Any], defaults: Mapping[str, Any], decay:
     return {} if decays else checked_calibration(None, None, decay)
 
 
-def is_in_adamw_terms(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a user has asked for a decay in AdamW's terms."""
-    return any(entries.get("adamw_weight_decay") is not None for entries in (defaults, *groups))
+def choose_advice(warning: DecayWarning, *entries: Mapping[str, Any]) -> None:
+    """Has a warning tell those who have asked for a decay in AdamW's terms something else than to do so."""
+    if any(group.get("adamw_weight_decay") is not None for group in entries):
+        warning.advice = CALIBRATED_ADVICE
 
 
 def effective_weight_decay(groups: Sequence[Mapping[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:

@@ -47,7 +47,7 @@ LAYERS = [
     ["step.sums"],
     ["step.stepper"],
     ["step.release"],
-    ["new_groups"],
+    ["new_groups", "checkpoints", "reports"],
     ["settings"],
     ["optimizer"],
     ["distributed.deepspeed", "distributed.grad_scaler", "paper", "integrations", "self_test"],
