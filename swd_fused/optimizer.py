@@ -1,11 +1,10 @@
-"""FusedAdamS: arguments, state dict, and the ways to call a step. How it is taken is in step/stepper.py."""
+"""FusedAdamS: arguments, and the ways to call a step. How it is taken is in step/stepper.py."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,45 +13,18 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from swd_fused import checkpoints, reports
+from swd_fused.checks import FLAG, Check
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, local_tensor
-from swd_fused.options import (
-    BackendName,
-    Compatibility,
-    Decay,
-    Options,
-    Schedule,
-    StateDtype,
-    check_compatibility,
-    check_total_numel_covers,
-    check_use_of_precision,
-    check_use_of_seed,
-    checked,
-    kind_of_decay,
-    warn_of_lost_updates,
-)
+from swd_fused.distributed.sharding import ShardedOver, is_distributed
+from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
+from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, fix_attributes
-from swd_fused.state.load import (
-    adopt_masters,
-    check_state_dict,
-    loaded_group,
-    loaded_state,
-    other_entries,
-    saved_by_param,
-    with_separate_steps,
-)
-from swd_fused.state.moments import warn_without_codes
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, optimizer_step
-from swd_fused.step.decay_warning import CALIBRATED_ADVICE
-from swd_fused.step.release import GradientRelease, check_step_of_released
+from swd_fused.step.release import GradientRelease, check_step_of_released, refuse_step_in_backward
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided
-from swd_fused.tensors.description import backend_for
-from swd_fused.tensors.group_checks import check_new_group, check_params
-
-# Of groups: options that pickles of older versions lack.
-ADDED_LATER = {"bias_correction": True, "adamw_weight_decay": None, "calibration_steps": 0, "state_dtype": None}
 
 
 class FusedAdamS(Optimizer):
@@ -107,10 +79,8 @@ class FusedAdamS(Optimizer):
     schedule = Setting()
     total_numel = Setting()
     backend = Setting()
-    set_grad_none = Checked("True or False", lambda value: isinstance(value, bool))
-    grad_sumsq_provider = Checked(
-        "a function that returns grad_sumsq and numel, or None", lambda value: value is None or callable(value)
-    )
+    set_grad_none = Checked(FLAG)
+    grad_sumsq_provider = Checked(Check(callable, "a function that returns grad_sumsq and numel, or None").or_none())
 
     @_disable_dynamo
     def __init__(
@@ -143,69 +113,19 @@ class FusedAdamS(Optimizer):
         backend: BackendName = "auto",
         **compatibility: Unpack[Compatibility],
     ) -> None:
-        check_compatibility(compatibility)
-        options = checked(
-            Options(
-                kind_of_decay(decay, compatibility.get("adam_w_mode", True)),
-                *(master_weights, stochastic_rounding, seed, skip_nonfinite),
-                *(max_grad_norm, schedule, total_numel, backend),
-            )
-        )
+        arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
+        options = asked_options(arguments)
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "max_decay": max_decay,
-            **adamw_terms.checked_calibration(adamw_weight_decay, calibration_steps, options.decay),
-            "bias_correction": compatibility.get("bias_correction", True),
-            "state_dtype": state_dtype,
-            "decay": options.decay,
-        }
-        check_new_group({}, defaults, options.decay)
-        if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):  # torch explains what is wrong there
-            params = list(params)  # type: ignore[assignment]
-            if not params:
-                raise ValueError(
-                    "FusedAdamS got no parameters, wanted at least one. Pass model.parameters(); a generator that "
-                    "was used before is empty."
-                )
-        super().__init__(params, defaults)
-        if adamw_terms.is_in_adamw_terms(defaults, self.param_groups):
-            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
-        adamw_terms.check_some_group_decays(adamw_weight_decay, self.param_groups)
-        check_use_of_seed(options, self.param_groups)
-        warn_without_codes(self.param_groups)
-        check_use_of_precision(options, {param.dtype for param in self.numbered_params()})
-        warn_of_lost_updates(options, self.param_groups)
+        super().__init__(listed(params), checked_defaults(arguments, options.decay))
+        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
+        check_all(options, self.defaults, self.param_groups)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_new_group(param_group, self.defaults, self.options.decay)
-        params = param_group["params"]
-        if isinstance(params, Tensor):
-            params = [params]
-        elif not isinstance(params, set):  # torch refuses sets, which have no order
-            params = list(params)
-        named_or_not = [param[1] if isinstance(param, tuple) else param for param in params]
-        tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
-        check_params(tensors, "one group")
-        for param in tensors:
-            backend_for(param, self.options)
-        here = sum(local_tensor(param).numel() for param in (*self.numbered_params(), *tensors))
-        check_total_numel_covers(self.total_numel, here)
-        calibration = adamw_terms.calibration_of(param_group, self.defaults, self.options.decay)
-        param_group = {**param_group, "params": params, **calibration}
-        param_group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
-        if "process_group" in param_group:
-            param_group["process_group"] = ShardedOver.checked(param_group["process_group"])
-        super().add_param_group(param_group)
+        super().add_param_group(new_group(param_group, self.defaults, self.options, self.numbered_params()))
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
@@ -369,18 +289,8 @@ class FusedAdamS(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
-        chosen = {backend_for(param, self.options)[1]: None for param in self.numbered_params()}
-        options: dict[str, object] = {
-            "backend": " and ".join(chosen),
-            "schedule": self.schedule,
-            "max_grad_norm": self.max_grad_norm,
-        }
-        asked_for = self.options._asdict().items() - Options()._asdict().items()
-        options.update((name, value) for name, value in sorted(asked_for) if name not in options)
-        if self._stepper.sharded_over is not None:
-            options["process_group"] = str(self._stepper.sharded_over)
-        lines = [f"{name}: {value}" for name, value in options.items()]
-        return super().__repr__().replace("(", "(\n" + "\n".join(lines), 1)
+        options = reports.options_in_use(self._stepper, self.numbered_params())
+        return super().__repr__().replace("(", f"(\n{options}", 1)
 
     # --- State
 
@@ -395,13 +305,10 @@ class FusedAdamS(Optimizer):
             for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
                 group["weight_decay"] = weight_decay
         """
-        self._settle_calibration()
-        state_dict = super().state_dict()
-        groups = [
-            {key: value for key, value in group.items() if key != "process_group"}
-            for group in state_dict["param_groups"]
-        ]
-        return {**state_dict, "param_groups": groups}
+        # What a resumed run could not find out: which steps were skipped, and the mean at the end of calibration.
+        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
+        self._stepper.end_calibration(self.param_groups)
+        return checkpoints.without_process_groups(super().state_dict())
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -409,71 +316,33 @@ class FusedAdamS(Optimizer):
 
         If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
         """
-        check_state_dict(state_dict)
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        check_state_dict(state_dict)
-        saved = saved_by_param(self.param_groups, state_dict)
-        groups = []
-        for own, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            groups.append(loaded_group(own, saved_group, self.options))
-        state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
-            for group in groups:
-                for param in filter(saved.__contains__, group["params"]):
-                    backend, _ = backend_for(param, self.options)
-                    state[param] = loaded_state(param, saved[param], backend, self.options, group)
-        adopt_masters(saved, self.options)
-        self.__setstate__({"state": state, "param_groups": groups})
+        saved = checkpoints.after_hooks(state_dict, self)
+        self.__setstate__(checkpoints.loaded(saved, self.param_groups, self.options))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: "
-            "sums and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
-        )
-
-    def _settle_calibration(self) -> None:
-        """Has the groups say what a resumed run could not find out: skipped steps, and the mean at the end."""
-        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
-        self._stepper.end_calibration(self.param_groups)
+    __copy__ = checkpoints.refuse_shallow_copy
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        stepper = self._stepper
-        stepper.calibration.take_back_skipped(self.param_groups, stepper.skipped_steps)
+        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         return {
             **super().__getstate__(),
-            "state": defaultdict(dict, with_separate_steps(self.state)),
             "grad_sumsq_provider": self.grad_sumsq_provider,
             "set_grad_none": self.set_grad_none,
-            "options": stepper.options,
-            "skipped_steps": stepper.skipped_steps,
-            "_clipped_steps": stepper.clipped_steps,
-            "_sharded_over": stepper.sharded_over,
-            "_last": stepper.last,
+            **checkpoints.pickled(self._stepper, self.state),
         }
 
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
         state = state.copy()
+        last = None
         if "_stepper" not in self.__dict__:
-            # Pickles of older versions have some options as entries of their own.
-            own = {name: state.pop(name) for name in Options._fields if name in state}
-            self._stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
-            self._stepper.skipped_steps, last = state.pop("skipped_steps"), state.pop("_last")
-            self._stepper.clipped_steps = state.pop("_clipped_steps", self._stepper.clipped_steps)
-        else:
-            last = None
+            self._stepper, last = checkpoints.unpickled(state)
         super().__setstate__(state)
-        for group in (self.defaults, *self.param_groups):
-            for key, value in (*ADDED_LATER.items(), ("decay", self.options.decay)):
-                group.setdefault(key, value)
-        if adamw_terms.is_in_adamw_terms(self.defaults, self.param_groups):
-            self._stepper.decay_warning.advice = CALIBRATED_ADVICE
+        checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
+        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
@@ -514,37 +383,14 @@ class FusedAdamS(Optimizer):
         `skipped_steps` and, where `max_grad_norm` is set, `clipped_share` are of all steps since this optimizer was
         made: near 1 clipping makes the decay constant.
         """
-        clipped = {} if self.max_grad_norm is None else {"clipped_share": self._stepper.clipped_steps.share()}
-        names = [group.get("name", index) for index, group in enumerate(self.param_groups)]
-        decays = zip(names, self.effective_weight_decay(), strict=True)
-        return {
-            "grad_norm": float(self.grad_norm),
-            "rms_grad": float(self.exp_avg_sq_mean.sqrt()),
-            **{f"effective_weight_decay/{name}": decay for name, decay in decays},
-            **clipped,
-            "skipped_steps": float(self.skipped_steps),
-        }
+        return reports.metrics(self._stepper, self.param_groups, self.effective_weight_decay())
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
 
         Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
         """
-        adamw_terms.check_match_adamw(weight_decay, self.options.decay, self.param_groups)
-        for group in self.param_groups:
-            if group["weight_decay"] > 0:
-                group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+        adamw_terms.match_adamw(weight_decay, self.options.decay, self.param_groups)
 
 
 fix_attributes(FusedAdamS)
-
-
-def refuse_step_in_backward() -> NoReturn:
-    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
-    raise RuntimeError(
-        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
-        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
-        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
-        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
-        "step() after backward() ends the step."
-    )

@@ -1,16 +1,19 @@
-"""Options of users, and every check of them. Each message says what was got, what was wanted and what to do."""
+"""The options: one table of those that parameter groups have, and one of those that hold for the whole optimizer.
+
+An option is a line there: its name, its type with the check of its values, and its default. The constructor has it as a
+keyword; all else follows from the line.
+"""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
-from numbers import Real
-from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+
+from swd_fused.checks import FINITE, FLAG, FLAG_OR_NONE, Check, did_you_mean, is_finite, is_number, is_whole, one_of
 
 Schedule = Literal["exact", "lagged"]
 Decay = Literal["scheduled", "decoupled", "l2"]
@@ -23,53 +26,86 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 # The key of master weights in the state; TransformerEngine's is the same.
 MASTER = "master_param"
 
-# What a parameter group may set for itself, and what holds for the optimizer as a whole. `decay` does, and is in the
-# groups all the same: there it is saved beside the values that it gives a meaning.
-GROUP_OPTIONS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "max_decay",
-    "adamw_weight_decay",
-    "calibration_steps",
-    "bias_correction",
-    "state_dtype",
-    "process_group",
-    "decay",
-)
-GLOBAL_OPTIONS = (
-    "max_grad_norm",
-    "schedule",
-    "master_weights",
-    "stochastic_rounding",
-    "seed",
-    "skip_nonfinite",
-    "total_numel",
-    "backend",
-    "adam_w_mode",
-    "set_grad_none",
-)
+# Schedulers that end at zero miss it by a rounding error: LinearLR gives -1.9e-20. Treated as zero.
+LR_ROUNDING = 1e-12
 
-# How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
-# not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
-MISSPELLING = 0.85
+
+# --- Checks of single options
+
+
+def is_one_float(value: Tensor) -> bool:
+    return value.numel() == 1 and value.is_floating_point()
+
+
+def is_beta(value: object) -> bool:
+    """Reads tensors: whoever takes betas as numbers does so too.
+
+    Betas of 1 and more pass, as they do in Adam: schedulers that cycle the momentum set what they are told to.
+    """
+    if isinstance(value, Tensor):
+        return is_one_float(value) and 0 <= float(value.detach()) < math.inf
+    return is_finite(value)
+
+
+ONE_IF_TENSOR = Check(
+    lambda lr: not isinstance(lr, Tensor) or is_one_float(lr), "a number, or a floating-point tensor with one element"
+)
+FINITE_IF_NUMBER = FINITE._replace(accepts=lambda lr: isinstance(lr, Tensor) or is_finite(lr, -LR_ROUNDING))
+BETAS = Check(
+    lambda betas: isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(is_beta, betas)),
+    "two numbers, or tensors with one",
+    "Adam's usual choice is (0.9, 0.999).",
+)
+MAX_DECAY = Check(
+    lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
+)
+ADAMW_WEIGHT_DECAY = Check(is_finite, "a finite number >= 0, as AdamW takes it")
+STEPS_LEFT = Check(is_whole, "a whole number >= 0, the steps that are left")
+STATE_DTYPE = Check(lambda dtype: dtype is None or dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or None")
+SEED = Check(lambda seed: is_whole(seed) and seed < 2**63, "a whole number in [0, 2^63)")
+MAX_GRAD_NORM = Check(lambda norm: is_number(norm) and norm > 0, "a number > 0", "Use None to switch clipping off.")
+TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or None to count elements")
+DECAY = one_of(*get_args(Decay))
+
+
+# --- The tables
+
+
+class GroupOptions(NamedTuple):
+    """What a parameter group may set for itself. Groups of older versions, which lack some, get the defaults."""
+
+    # No default, since a group without it has the optimizer's; `ShardedOver` checks it.
+    process_group: object
+    lr: Annotated[float | Tensor, ONE_IF_TENSOR, FINITE_IF_NUMBER] = 1e-3
+    betas: Annotated[tuple[float | Tensor, float | Tensor], BETAS] = (0.9, 0.999)
+    eps: Annotated[float, FINITE] = 1e-8
+    weight_decay: Annotated[float, FINITE] = 5e-4
+    amsgrad: Annotated[bool, FLAG] = False
+    maximize: Annotated[bool, FLAG] = False
+    max_decay: Annotated[float, MAX_DECAY] = 0.1
+    adamw_weight_decay: Annotated[float | None, ADAMW_WEIGHT_DECAY.or_none()] = None
+    calibration_steps: Annotated[int, STEPS_LEFT] = 0
+    bias_correction: Annotated[bool, FLAG] = True
+    state_dtype: Annotated[StateDtype, STATE_DTYPE] = None
+    # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
+    decay: Annotated[Decay, DECAY] = "scheduled"
 
 
 class Options(NamedTuple):
-    """The options that hold for the whole optimizer. Another value is another object, which descriptions notice."""
+    """The options that hold for the whole optimizer. Another value is another object, which descriptions notice.
 
-    decay: Decay = "scheduled"
-    master_weights: bool = False
-    stochastic_rounding: bool = False  # of bfloat16 parameters; moments in 8 bits always are
-    seed: int = 0
-    skip_nonfinite: bool = False
-    max_grad_norm: float | None = None
-    schedule: Schedule = "exact"
-    total_numel: int | None = None
-    backend: BackendName = "auto"
+    Pickles have them by position: new ones come last.
+    """
+
+    decay: Annotated[Decay, DECAY] = "scheduled"
+    master_weights: Annotated[bool, FLAG] = False
+    stochastic_rounding: Annotated[bool, FLAG] = False  # of bfloat16 parameters; moments in 8 bits always are
+    seed: Annotated[int, SEED] = 0
+    skip_nonfinite: Annotated[bool, FLAG] = False
+    max_grad_norm: Annotated[float | None, MAX_GRAD_NORM.or_none()] = None
+    schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "exact"
+    total_numel: Annotated[int | None, TOTAL_NUMEL.or_none()] = None
+    backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
 
     def of_tensors(self) -> Options:
         """Returns what descriptions of tensors depend on: all but what a step's call is told."""
@@ -89,9 +125,6 @@ class Options(NamedTuple):
         return self.decay == "scheduled" or self.max_grad_norm is not None or self.skip_nonfinite
 
 
-# --- Keywords of other optimizers
-
-
 class Compatibility(TypedDict, total=False):
     """Keywords that scripts written for other optimizers pass.
 
@@ -100,24 +133,46 @@ class Compatibility(TypedDict, total=False):
     bias corrections, `adam_w_mode=False` is `decay="l2"`, and `set_grad_none` is the default of `zero_grad`.
     """
 
-    fused: bool | None
-    foreach: bool | None
-    capturable: bool
-    differentiable: bool
-    bias_correction: bool
-    adam_w_mode: bool
-    set_grad_none: bool
+    fused: Annotated[bool | None, FLAG_OR_NONE]
+    foreach: Annotated[bool | None, FLAG_OR_NONE]
+    capturable: Annotated[bool, FLAG]
+    differentiable: Annotated[bool, FLAG]
+    bias_correction: Annotated[bool, FLAG]
+    adam_w_mode: Annotated[bool, FLAG]
+    set_grad_none: Annotated[bool, FLAG]
 
 
-def check_compatibility(keywords: Compatibility) -> None:
+GROUP_OPTIONS = GroupOptions._fields
+GROUP_DEFAULTS = GroupOptions._field_defaults
+GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode", "set_grad_none")
+
+
+def checks_in(table: type) -> dict[str, tuple[Check, ...]]:
+    hints = get_type_hints(table, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+CHECKS = {table: checks_in(table) for table in (GroupOptions, Options, Compatibility)}
+
+
+def check_values(table: type[GroupOptions | Options], values: Mapping[str, Any]) -> None:
+    """Checks the values of a table's options, each by itself."""
+    for name, checks in CHECKS[table].items():
+        for check in checks:
+            check.require(name, values[name])
+
+
+# --- Checks of arguments, and of options together
+
+
+def _check_compatibility(keywords: Compatibility) -> None:
+    known = CHECKS[Compatibility]
     for name, value in keywords.items():
-        if name not in Compatibility.__optional_keys__:
-            known = (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *Compatibility.__optional_keys__)
-            advice = did_you_mean(name, known, cutoff=0.6)
+        if name not in known:
+            advice = did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *known), cutoff=0.6)
             raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{advice}")
-        may_be_none = name in ("fused", "foreach")
-        if not (isinstance(value, bool) or (value is None and may_be_none)):
-            raise ValueError(message(name, value, "True, False or None" if may_be_none else "True or False"))
+        for check in known[name]:
+            check.require(name, value)
     refuse_differentiable(keywords)
 
 
@@ -129,32 +184,31 @@ def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
         )
 
 
-# --- Options of the whole optimizer
+def asked_options(arguments: Mapping[str, Any]) -> Options:
+    """Returns what the constructor's arguments ask for of the optimizer as a whole."""
+    _check_compatibility(arguments["compatibility"])
+    decay = kind_of_decay(arguments["decay"], arguments.get("adam_w_mode", True))
+    return checked(Options(**{name: arguments[name] for name in Options._fields})._replace(decay=decay))
+
+
+def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
+    """Returns the kind of decay that is asked for by our keyword and by apex's."""
+    if not adam_w_mode and decay == "decoupled":
+        raise ValueError(
+            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
+            "for AdamW's decay. Use one of the two."
+        )
+    return decay if adam_w_mode else "l2"
 
 
 def checked(options: Options) -> Options:
     """Returns the options after checking each of them, and all of them together."""
-    for name, choices in (("decay", Decay), ("schedule", Schedule), ("backend", BackendName)):
-        _check_one_of(name, getattr(options, name), get_args(choices))
-    for name in ("master_weights", "stochastic_rounding", "skip_nonfinite"):
-        if not isinstance(getattr(options, name), bool):
-            raise ValueError(message(name, getattr(options, name), "True or False"))
+    check_values(Options, options._asdict())
     if options.master_weights and options.stochastic_rounding:
         raise ValueError(
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
         )
-    seed = options.seed
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(message("seed", seed, "a whole number in [0, 2^63)"))
-    max_grad_norm = options.max_grad_norm
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(message("max_grad_norm", max_grad_norm, "a number > 0", "Use None to switch clipping off."))
-    total_numel = options.total_numel
-    if total_numel is not None and (
-        isinstance(total_numel, bool) or not isinstance(total_numel, int) or total_numel <= 0
-    ):
-        raise ValueError(message("total_numel", total_numel, "a whole number > 0, or None to count elements"))
     if options.schedule == "lagged":
         _check_lagged(options)
     return options
@@ -173,92 +227,3 @@ def _check_lagged(options: Options) -> None:
                 'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
                 "which then costs the same."
             )
-
-
-def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
-    """Returns the kind of decay that is asked for by our keyword and by apex's."""
-    if not adam_w_mode and decay == "decoupled":
-        raise ValueError(
-            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
-            "for AdamW's decay. Use one of the two."
-        )
-    return decay if adam_w_mode else "l2"
-
-
-def check_use_of_seed(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
-        raise ValueError(
-            f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
-            "that use it."
-        )
-
-
-def check_total_numel_covers(total_numel: int | None, local_numel: int) -> None:
-    """Refuses a total that padding cannot explain: a padded buffer may be longer than the model, but not twice."""
-    if total_numel is not None and 2 * total_numel < local_numel:
-        raise ValueError(
-            f"FusedAdamS got total_numel={total_numel}, but this rank alone has {local_numel} elements. Pass the "
-            "number of elements of the whole model, on all ranks and without padding; or None to count them."
-        )
-
-
-def check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) -> None:
-    """Refuses options for 16-bit parameters where there are none."""
-    kinds = ", ".join(sorted({str(dtype) for dtype in dtypes}))
-    if options.master_weights and not any(options.needs_master(dtype) for dtype in dtypes):
-        raise ValueError(
-            f"FusedAdamS got master_weights=True for parameters of {kinds}, wanted some of torch.bfloat16 or "
-            "torch.float16: wider ones are their own masters. Convert the model first, or leave it out."
-        )
-    if options.stochastic_rounding and torch.bfloat16 not in dtypes:
-        raise ValueError(
-            f"FusedAdamS got stochastic_rounding=True for parameters of {kinds}, wanted some of torch.bfloat16, the "
-            "only dtype that is rounded so. Convert the model first, or leave it out."
-        )
-
-
-# For warnings from a function that the constructor calls. Two levels are those of torch's decorator.
-CALLER_OF_CONSTRUCTOR = 5
-
-# Below this a bfloat16 weight of 0.02 and more stays where it is: it resolves 1/256 of itself, and a step moves it by
-# about lr. At 1e-5 it was 3% of a small language model's weights that moved.
-SMALL_LR_FOR_BFLOAT16 = 1e-4
-
-
-def warn_of_lost_updates(options: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warns, once for an optimizer, that bfloat16 parameters are too coarse for the learning rate."""
-    if options.master_weights or options.stochastic_rounding:
-        return
-    for group in groups:
-        lr = group["lr"]
-        if isinstance(lr, Tensor) or not 0 < lr < SMALL_LR_FOR_BFLOAT16:
-            continue
-        if any(param.dtype == torch.bfloat16 for param in group["params"]):
-            warnings.warn(
-                f"FusedAdamS got bfloat16 parameters with lr={lr:g}: most updates are smaller than what bfloat16 "
-                "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
-                "stochastic_rounding=True, which takes no memory.",
-                stacklevel=CALLER_OF_CONSTRUCTOR,
-            )
-            return
-
-
-# --- What checks have in common
-
-
-def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(message(name, value, f"one of {choices}"))
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def did_you_mean(name: str, known: Collection[str], cutoff: float = MISSPELLING) -> str:
-    close = get_close_matches(str(name), known, n=1, cutoff=cutoff)
-    return f" Did you mean {close[0]}?" if close else ""
-
-
-def message(name: str, got: object, wanted: str, advice: str = "") -> str:
-    return f"FusedAdamS got {name}={got!r}, wanted {wanted}. {advice}".rstrip()

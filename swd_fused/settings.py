@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from swd_fused.distributed.sharding import local_tensor
-from swd_fused.options import GLOBAL_OPTIONS, GROUP_OPTIONS, check_total_numel_covers, checked, message
-from swd_fused.tensors.description import backend_for
+from swd_fused.checks import Check
+from swd_fused.new_groups import check_fit
+from swd_fused.options import GLOBAL_OPTIONS, GROUP_OPTIONS, checked
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
 
-SETTINGS = ("max_grad_norm", "schedule", "total_numel", "backend")
+IN_GROUPS = 'each group has its own. Set it there: for group in optimizer.param_groups: group["{name}"] = ...'
+BUILT_IN = "its state and kernels depend on it. Build a new optimizer with it, and load this one's state_dict()."
 
-# What cannot be set, and what to do instead.
+# What cannot be set, unless the class has a `Setting` for it, and what to do instead.
 FIXED = {
-    **{
-        name: "its state and kernels depend on it. Build a new optimizer with it, and load this one's state_dict()."
-        for name in ("options", *GLOBAL_OPTIONS)
-        if name not in (*SETTINGS, "set_grad_none")
-    },
-    **{
-        name: f'each group has its own. Set it there: for group in optimizer.param_groups: group["{name}"] = ...'
-        for name in GROUP_OPTIONS
-        if name != "decay"
-    },
-    "decay": "its state and kernels depend on it. Build a new optimizer with it, and load this one's state_dict().",
+    **{name: IN_GROUPS.format(name=name) for name in GROUP_OPTIONS},
+    **dict.fromkeys((*GLOBAL_OPTIONS, "options"), BUILT_IN),
     **dict.fromkeys(("exp_avg_sq_mean", "grad_norm"), "it is what the last step has found."),
     "skipped_steps": "steps count in it. Set it back to 0 by optimizer.skipped_steps.zero_().",
 }
@@ -43,18 +34,15 @@ class Setting:
 
     def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
         options = checked(optimizer.options._replace(**{self._name: value}))
-        params = optimizer.numbered_params()
-        check_total_numel_covers(options.total_numel, sum(local_tensor(param).numel() for param in params))
-        for param in params:
-            backend_for(param, options)
+        check_fit(options, optimizer.numbered_params())
         optimizer.use(options, self._name)
 
 
 class Checked:
     """An attribute that is checked when it is set."""
 
-    def __init__(self, wanted: str, is_valid: Callable[[Any], bool]) -> None:
-        self._wanted, self._is_valid = wanted, is_valid
+    def __init__(self, check: Check) -> None:
+        self._check = check
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -63,8 +51,7 @@ class Checked:
         return self if optimizer is None else optimizer.__dict__[self._name]
 
     def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
-        if not self._is_valid(value):
-            raise ValueError(message(self._name, value, self._wanted))
+        self._check.require(self._name, value)
         optimizer.__dict__[self._name] = value
 
 
@@ -87,4 +74,6 @@ class Fixed:
 def fix_attributes(optimizer: type[FusedAdamS]) -> None:
     """Has the class refuse to set what is in `FIXED`. By descriptors: `__setattr__` would be called in each step."""
     for name, advice in FIXED.items():
-        setattr(optimizer, name, Fixed(name, advice, optimizer.__dict__.get(name)))
+        known = optimizer.__dict__.get(name)
+        if not isinstance(known, (Setting, Checked)):
+            setattr(optimizer, name, Fixed(name, advice, known))

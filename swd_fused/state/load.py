@@ -36,8 +36,8 @@ FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_w
 # What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
 OWN_KEYS = ("params", "state_dtype", "decay")
 
-# For warnings from a function that `load_state_dict` calls. Two levels are those of torch's decorator.
-CALLER_OF_LOAD_STATE_DICT = 5
+# For warnings from what `checkpoints.loaded` calls, for `load_state_dict`. Two levels are those of torch's decorator.
+CALLER_OF_LOAD_STATE_DICT = 6
 
 
 def initialized(

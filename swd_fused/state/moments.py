@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import is_dtensor, local_tensor, sharded_like
-from swd_fused.options import CALLER_OF_CONSTRUCTOR, StateDtype
+from swd_fused.options import StateDtype
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
 
@@ -34,18 +33,6 @@ def stored_dtype(key: str, dtype: torch.dtype, param_dtype: torch.dtype, state_d
     if key == "exp_avg" and isinstance(state_dtype, torch.dtype) and not is_wide:
         return state_dtype
     return torch.promote_types(torch.promote_types(dtype, torch.float32), param_dtype)
-
-
-def warn_without_codes(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warns if 8 bits are asked for and no parameter can have them."""
-    params = [param for group in groups if group["state_dtype"] == "8bit" for param in group["params"]]
-    if params and not any(map(eight_bit.fits, params)):
-        warnings.warn(
-            f'FusedAdamS got state_dtype="8bit" for {len(params)} parameters of which none can have 8-bit moments: '
-            f"those are for float32, bfloat16 and float16 tensors of at least {eight_bit.LEAST_NUMEL:,} elements, and "
-            f"vectors of {eight_bit.LEAST_VECTOR:,}. It has no effect.",
-            stacklevel=CALLER_OF_CONSTRUCTOR,
-        )
 
 
 def is_coded(state: Mapping[str, Any], key: str = "exp_avg_sq") -> bool:

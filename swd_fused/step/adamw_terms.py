@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from swd_fused import schedule
-from swd_fused.options import Decay, is_number, message
-from swd_fused.tensors.group_checks import check_adamw_weight_decay
+from swd_fused.checks import Check, is_whole
+from swd_fused.options import ADAMW_WEIGHT_DECAY, Decay
+from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
+from swd_fused.tensors.group_checks import check_is_scheduled
 from swd_fused.tensors.hyper import GroupValues
 from swd_fused.tensors.transfer import is_fake
 
 CALIBRATION_STEPS = 100
+SOME_STEPS = Check(lambda steps: is_whole(steps, 1), "a whole number > 0", "The warm-up is a good choice.")
 
 
 class Calibration:
@@ -91,9 +94,10 @@ def calibration_of(group: Mapping[str, Any], defaults: Mapping[str, Any], decay:
     return {} if decays else checked_calibration(None, None, decay)
 
 
-def is_in_adamw_terms(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a user has asked for a decay in AdamW's terms."""
-    return any(entries.get("adamw_weight_decay") is not None for entries in (defaults, *groups))
+def choose_advice(warning: DecayWarning, *entries: Mapping[str, Any]) -> None:
+    """Has a warning tell those who have asked for a decay in AdamW's terms something else than to do so."""
+    if any(group.get("adamw_weight_decay") is not None for group in entries):
+        warning.advice = CALIBRATED_ADVICE
 
 
 def effective_weight_decay(groups: Sequence[Mapping[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:
@@ -112,10 +116,10 @@ def checked_calibration(weight_decay: float | None, steps: int | None, decay: De
                 f"FusedAdamS got calibration_steps={steps!r} without adamw_weight_decay, which needs them."
             )
         return {"adamw_weight_decay": None, "calibration_steps": 0}
-    check_adamw_weight_decay(weight_decay, decay)
+    check_is_scheduled(weight_decay, decay)
+    ADAMW_WEIGHT_DECAY.require("adamw_weight_decay", weight_decay)
     steps = CALIBRATION_STEPS if steps is None else steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(message("calibration_steps", steps, "a whole number > 0", "The warm-up is a good choice."))
+    SOME_STEPS.require("calibration_steps", steps)
     return {"adamw_weight_decay": weight_decay, "calibration_steps": steps}
 
 
@@ -128,15 +132,18 @@ def check_some_group_decays(adamw_weight_decay: float | None, groups: Sequence[M
         )
 
 
-def check_match_adamw(weight_decay: float, decay: Decay, groups: Sequence[Mapping[str, Any]]) -> None:
+def match_adamw(weight_decay: float, decay: Decay, groups: Sequence[dict[str, Any]]) -> None:
+    """Has groups that decay take one step of calibration."""
     if decay != "scheduled":
         raise ValueError(
             f"match_adamw is for the schedule, but this optimizer has decay={decay!r}. Set weight_decay instead."
         )
-    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
-        raise ValueError(message("match_adamw(weight_decay)", weight_decay, "a finite number >= 0, as AdamW takes it"))
-    if weight_decay > 0 and not any(group["weight_decay"] > 0 for group in groups):
+    ADAMW_WEIGHT_DECAY.require("match_adamw(weight_decay)", weight_decay)
+    decaying = [group for group in groups if group["weight_decay"] > 0]
+    if weight_decay > 0 and not decaying:
         raise ValueError(
             f"match_adamw got weight_decay={weight_decay!r}, but all parameter groups have weight_decay=0, and it "
             "changes only groups that decay. Give those that should decay a weight_decay > 0 first, of any size."
         )
+    for group in decaying:
+        group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1

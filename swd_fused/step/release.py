@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -329,6 +329,17 @@ def check_can_release(options: Options) -> None:
             'Use schedule="lagged", whose mean is that of the step before; or end gradient release by remove() of what '
             "it returned."
         )
+
+
+def refuse_step_in_backward() -> NoReturn:
+    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
+    raise RuntimeError(
+        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
+        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
+        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+        "step() after backward() ends the step."
+    )
 
 
 def check_step_of_released(has_closure: bool, gives_sum: bool, is_scaled: bool) -> None:

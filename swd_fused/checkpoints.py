@@ -1,0 +1,98 @@
+"""What state dicts and pickles have of an optimizer, and how another one takes it up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from swd_fused.options import GROUP_DEFAULTS, Decay, Options
+from swd_fused.schedule import StepScalars
+from swd_fused.state.load import (
+    adopt_masters,
+    check_state_dict,
+    loaded_group,
+    loaded_state,
+    other_entries,
+    saved_by_param,
+    with_separate_steps,
+)
+from swd_fused.step.stepper import Stepper
+from swd_fused.tensors.description import backend_for
+
+
+def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict that can be saved: process groups live in this process only."""
+    groups = [
+        {key: value for key, value in group.items() if key != "process_group"} for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Returns a copy of a state dict as the optimizer's hooks leave it, checked before and after."""
+    check_state_dict(state_dict)
+    state_dict = state_dict.copy()
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    check_state_dict(state_dict)
+    return state_dict
+
+
+def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], options: Options) -> dict[str, Any]:
+    """Returns the groups and the state of an optimizer that goes on from a state dict."""
+    saved = saved_by_param(own_groups, state_dict)
+    groups = []
+    for own, saved_group in zip(own_groups, state_dict["param_groups"], strict=True):
+        groups.append(loaded_group(own, saved_group, options))
+    state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
+        for group in groups:
+            for param in filter(saved.__contains__, group["params"]):
+                backend, _ = backend_for(param, options)
+                state[param] = loaded_state(param, saved[param], backend, options, group)
+    adopt_masters(saved, options)
+    return {"state": state, "param_groups": groups}
+
+
+# --- Pickles and copies
+
+
+def pickled(stepper: Stepper, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns what a pickle has of the steps so far."""
+    return {
+        "state": defaultdict(dict, with_separate_steps(state)),
+        "options": stepper.options,
+        "skipped_steps": stepper.skipped_steps,
+        "_clipped_steps": stepper.clipped_steps,
+        "_sharded_over": stepper.sharded_over,
+        "_last": stepper.last,
+    }
+
+
+def unpickled(state: dict[str, Any]) -> tuple[Stepper, StepScalars | Tensor]:
+    """Takes the entries of a stepper out of a pickle. Returns one that goes on, and what the last step has left."""
+    # Pickles of older versions have some options as entries of their own.
+    own = {name: state.pop(name) for name in Options._fields if name in state}
+    stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
+    stepper.skipped_steps = state.pop("skipped_steps")
+    stepper.clipped_steps = state.pop("_clipped_steps", stepper.clipped_steps)
+    return stepper, state.pop("_last")
+
+
+def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:
+    """Gives groups of older versions the options that have been added since."""
+    for group in groups:
+        for name, default in {**GROUP_DEFAULTS, "decay": decay}.items():
+            group.setdefault(name, default)
+
+
+def refuse_shallow_copy(optimizer: object) -> NoReturn:
+    raise TypeError(
+        "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: sums "
+        "and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
+    )

@@ -1,0 +1,59 @@
+"""What all checks of values have in common. Each message says what was got, what was wanted and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, NamedTuple, TypeGuard
+
+# How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
+# not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
+MISSPELLING = 0.85
+
+
+class Check(NamedTuple):
+    """What a value must be: a predicate, and the words for those whose value it does not accept."""
+
+    accepts: Callable[[Any], bool]
+    wanted: str
+    advice: str = ""
+
+    def require(self, name: str, value: object) -> None:
+        if not self.accepts(value):
+            raise ValueError(message(name, value, self.wanted, self.advice))
+
+    def or_none(self) -> Check:
+        """Returns a check that accepts None as well, with the same words."""
+        return self._replace(accepts=lambda value: value is None or self.accepts(value))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def is_finite(value: object, least: float = 0) -> bool:
+    return is_number(value) and least <= value < math.inf
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def one_of(*choices: object) -> Check:
+    return Check(lambda value: value in choices, f"one of {choices}")
+
+
+FLAG = Check(lambda value: isinstance(value, bool), "True or False")
+FLAG_OR_NONE = Check(lambda value: value is None or isinstance(value, bool), "True, False or None")
+FINITE = Check(is_finite, "a finite number >= 0")
+
+
+def did_you_mean(name: str, known: Collection[str], cutoff: float = MISSPELLING) -> str:
+    close = get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def message(name: str, got: object, wanted: str, advice: str = "") -> str:
+    return f"FusedAdamS got {name}={got!r}, wanted {wanted}. {advice}".rstrip()

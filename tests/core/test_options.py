@@ -1,0 +1,92 @@
+"""The tables of options: the constructor has the same, and pickles without an option get its default."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS
+from swd_fused.options import CHECKS, GROUP_DEFAULTS, Compatibility, GroupOptions, Options
+from tests.runs import random_grads, random_params, run
+
+OPTIONS = {**GROUP_DEFAULTS, "process_group": None, **Options._field_defaults}
+
+# Groups count the steps that are left. The constructor's None is for 100 where there are any to take, or for 0.
+OF_GROUPS_ONLY = {"calibration_steps": 0}
+
+
+def test_the_constructor_has_the_options_of_the_tables() -> None:
+    parameters = inspect.signature(FusedAdamS).parameters
+    own = {name: parameter.default for name, parameter in parameters.items() if name not in ("params", "compatibility")}
+    in_tables = {name: default for name, default in OPTIONS.items() if name not in Compatibility.__optional_keys__}
+    assert {**own, **OF_GROUPS_ONLY} == in_tables
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_is_explained(name: str) -> None:
+    explained = f"{FusedAdamS.__doc__}{Compatibility.__doc__}"
+    assert f"        {name}: " in explained or f"`{name}=" in explained
+
+
+def test_each_option_is_checked() -> None:
+    unchecked = [name for checks in CHECKS.values() for name, own in checks.items() if not own]
+    assert unchecked == ["process_group"], "which has no check in the table, since `ShardedOver` has it"
+
+
+@pytest.mark.parametrize("table", [GroupOptions, Options])
+def test_defaults_are_what_is_wanted(table: Any) -> None:
+    for name, default in table._field_defaults.items():
+        assert all(check.accepts(default) for check in CHECKS[table][name])
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *Compatibility.__optional_keys__])
+def test_nonsense_is_refused_by_the_constructor(name: str) -> None:
+    with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
+        FusedAdamS(random_params([(3,)]), **{name: object()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", GroupOptions._fields)
+def test_nonsense_in_a_group_is_refused_by_the_next_step(name: str) -> None:
+    """Also by the short way of `hyper_row`, which must not pass what it does not look at."""
+    params = random_params([(3,)])
+    optimizer = FusedAdamS(params)
+    optimizer.param_groups[0][name] = object()
+    with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
+        run(params, random_grads([(3,)], 1), optimizer)
+
+
+# --- Pickles
+
+
+def test_options_keep_their_places() -> None:
+    """Pickles have their values in this order. New options come after them."""
+    first = ("decay", "master_weights", "stochastic_rounding", "seed", "skip_nonfinite", "max_grad_norm", "schedule")
+    assert Options._fields[:9] == (*first, "total_numel", "backend")
+
+
+def test_a_pickle_of_an_older_version_gets_the_defaults() -> None:
+    """Groups then had what torch's AdamW has, and `max_decay`; some options were entries of their own."""
+    params = random_params([(3,), (4,)])
+    optimizer = FusedAdamS(params)
+    run(params, random_grads([(3,), (4,)], 1), optimizer)
+    state = pickle.loads(pickle.dumps(optimizer.__getstate__()))
+    in_first_version = {"params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "max_decay"}
+    for group in (state["defaults"], *state["param_groups"]):
+        for key in group.keys() - in_first_version:
+            del group[key]
+    del state["_clipped_steps"]
+    state["max_grad_norm"], state["schedule"] = 2.0, "exact"
+    older = FusedAdamS.__new__(FusedAdamS)
+    older.__setstate__(state)
+    assert optimizer.defaults == GROUP_DEFAULTS
+    assert GROUP_DEFAULTS.items() <= older.defaults.items()
+    assert [group.keys() for group in older.param_groups] == [group.keys() for group in optimizer.param_groups]
+    assert older.options == optimizer.options._replace(max_grad_norm=2.0)
+    own = older.numbered_params()
+    run(own, random_grads([(3,), (4,)], 1), older)  # type: ignore[arg-type]
+    assert all(int(older.state[param]["step"]) == 2 for param in own)
+    assert all(torch.isfinite(param).all() for param in own)
