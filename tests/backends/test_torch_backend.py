@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.backends import torch_backend, torch_sums
+from swd_fused.backends import torch_batches, torch_fused_kernel, torch_sums
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, defined, error, fused, moments, random_grads, random_params, run
 
@@ -55,14 +55,14 @@ def test_both_ways_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Within a few roundings, with tensors cut into pieces too."""
-    monkeypatch.setattr(torch_sums, "CPU_BATCH", 1000)
+    monkeypatch.setattr(torch_batches, "CPU_BATCH", 1000)
     if waits:
-        monkeypatch.setattr(torch_backend, "can_be_read", lambda _: False)
+        monkeypatch.setattr(torch_fused_kernel, "can_be_read", lambda _: False)
     start, grads = random_params(SHAPES, dtype), random_grads(SHAPES, 20, dtype)
     groups = [{**GROUPS[0], "lr": torch.tensor(1e-2)}, GROUPS[1]] if dtype == torch.float32 else GROUPS
     results = []
     for devices in (("cpu",), ()):
-        monkeypatch.setattr(torch_backend, "FUSED_DEVICES", devices)
+        monkeypatch.setattr(torch_fused_kernel, "FUSED_DEVICES", devices)
         params = [torch.nn.Parameter(param.detach().clone()) for param in start]
         optimizer = fused(params, groups, backend="torch", **options)
         fused_numels.clear()
@@ -130,7 +130,7 @@ def test_a_wide_learning_rate_on_a_device_is_not_rounded(
     fused_numels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There torch's fused kernel reads float32."""
-    monkeypatch.setattr(torch_backend, "can_be_read", lambda _: False)
+    monkeypatch.setattr(torch_fused_kernel, "can_be_read", lambda _: False)
     params = random_params([(8,)], torch.float64)
     grads = random_grads([(8,)], 3, torch.float64)
     reference = defined(params, grads, [{"params": [0], "lr": 0.01}])
@@ -166,9 +166,7 @@ def test_sums_of_equal_numbers_are_precise(shape: tuple[int, ...], dtype: torch.
     tensor = torch.full(shape, 0.1).to(dtype)
     layouts = [tensor, tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor, tensor[..., ::3] if shape else tensor]
     squares = torch_sums.sums_of_squares([*layouts, None], tensor.device)
-    of_elements = torch_sums.SumsByTensor(4, tensor.device)
-    of_elements.add_elements([None, *layouts])
-    sums = of_elements.total()
+    sums = torch_sums.sums_by_tensor(torch_sums.sums_of_elements([None, *layouts]), 4, tensor.device)
     for layout, square, total in zip(layouts, squares[:-1], sums[1:], strict=True):
         assert float(square) == pytest.approx(float(layout.double().square().sum()), rel=1e-6)
         assert float(total) == pytest.approx(float(layout.double().sum()), rel=1e-6)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swd_fused import FusedAdamS
-from swd_fused.backends import torch_backend
+from swd_fused.backends import torch_fused_kernel
 from swd_fused.step import clipped_steps, sums
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
@@ -271,7 +271,7 @@ def reads_by_the_host() -> dict[str, set[str]]:
                 param.grad = param.detach().clone()
             with ReadsByTheHost() as reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sums, "_can_be_read", lambda value: False)
-                patch.setattr(torch_backend, "can_be_read", lambda value: False)
+                patch.setattr(torch_fused_kernel, "can_be_read", lambda value: False)
                 patch.setattr(clipped_steps, "can_be_read", lambda value: False)
                 optimizer.step(**given)
         answers[name] = reads.names
