@@ -100,6 +100,7 @@ class Bucket:
         self.sums: Tensor | None = None  # of `averaged`, by tensor. None: to be rebuilt
         self.has_counted_writes = False  # to second moments in this step, which the description then accepts
         self.plan: Any = None  # what else the backend keeps
+        self.copies: list[Tensor] = []  # that it has made of tensors which kernels cannot walk
 
     def _set_steps(self, entries: list[Entry]) -> None:
         steps = [entry.staged["step"].to(self.device, torch.float32) for entry in entries]
@@ -194,6 +195,18 @@ class Bucket:
             torch._foreach_copy_(self._elements_of_steps, self._step_views)
         if self.masters:
             self._follow_params()
+
+    def note_stream(self) -> None:
+        """Keeps memory from being given out again before this step has read it, on whatever stream it is taken.
+
+        A tensor's memory goes back to the stream that it was made on. This is the one place for what torch's operations
+        read, and for what kernels know by address only; launchers note what they are passed.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        read = self.steps, self.groups, self.tensor_ids, self.numels, self.has_grad, self.count, self.hyper.table
+        for tensor in (*read, *self.copies, self.sums):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def write_steps(self) -> None:
         """Writes the step counts back to where a CUDA graph advances them, after a step that was begun."""

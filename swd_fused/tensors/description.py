@@ -290,6 +290,8 @@ class Description:
             if bucket.masters or bucket.copies_steps:
                 bucket.begin()
             bucket.backend.begin(bucket)
+            if bucket.device.type == "cuda":
+                bucket.note_stream()
 
     def end(self) -> None:
         """Lets go of the step's gradients: between steps they are the user's to free."""

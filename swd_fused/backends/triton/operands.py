@@ -46,6 +46,7 @@ class Operands:
         self._codecs: Tensor | None = None
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
         self._set_up(bucket, [*columns_of(bucket), *scales_of(bucket)])
+        bucket.copies = [copy for _, _, copy in self._copies]
 
     def begin(self, bucket: Bucket) -> None:
         """Describes this step's gradients, if they are elsewhere than the last time, and fills the copies."""
