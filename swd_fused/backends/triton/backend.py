@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TENSOR
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
 from swd_fused.schedule import Gate, bias_corrections
@@ -44,7 +44,7 @@ class TritonBackend:
             written = row, part.slots, part.counter
             read = part.sums, bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             plan.launcher(kernels.gradient_sums_kernel, bucket, part)(part.programs, *written, *read)
-        return totals.sum(0)[GRAD_SUM.value : MAX_SUM.value]
+        return totals.sum(0)[SLOT.grad_sum : SLOT.max_sum]
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan: Plan = bucket.plan
@@ -54,7 +54,7 @@ class TritonBackend:
             read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
             run = plan.launcher(kernels.max_exp_avg_sq_sum_kernel, bucket, part)
             run(part.programs, *written, *read, plan.one if grad_factor is None else grad_factor)
-        return totals[:, MAX_SUM.value].sum()
+        return totals[:, SLOT.max_sum].sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         plan: Plan = bucket.plan
@@ -68,7 +68,7 @@ class TritonBackend:
         bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
         weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
         sums = [
-            part.sums[: part.n_segments, SUM.value] * weights[part.segments[:, TENSOR.value]]
+            part.sums[: part.n_segments, SUM.total] * weights[part.segments[:, SEGMENT.tensor]]
             for part in plan.parts_for(PASSES, bucket)
         ]
         weight = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / bias_correction2, 0.0).sum()
@@ -94,7 +94,7 @@ class TritonBackend:
         bucket.steps += advance if skip is None else advance * (1 - skip)
         plan.last = None
         plan.end(bucket)
-        return totals[:, GRAD_SUM.value].sum()
+        return totals[:, SLOT.grad_sum].sum()
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         plan: Plan = bucket.plan

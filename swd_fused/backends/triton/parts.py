@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
+from swd_fused.backends.triton.kernels.tables import SLOT, SUM
 from swd_fused.backends.triton.launch import BLOCK, THREADS
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import blocks_of_row
@@ -140,7 +140,7 @@ class Part:
         self.segments = from_host(rows, device)
         self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
         # -1 is no step count: nothing is known yet.
-        self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
-        self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
+        self.sums = torch.full((max(1, self.n_segments), SUM.columns), -1.0, dtype=torch.float64, device=device)
+        self.slots = torch.zeros(self.programs, SLOT.columns, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.launchers: dict[tuple[Any, bool], Any] = {}  # by kernel, and whether it sums gradients

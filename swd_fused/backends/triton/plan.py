@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton.compilation import launcher_for, programs_on, variant_of
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_STEP, TENSOR
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import Launcher
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
@@ -91,8 +91,8 @@ class Plan:
     def _forget_sums_of(self, tensors: Tensor) -> None:
         """Has these read once more, in the order in which a run that is resumed now reads them."""
         for part in chain.from_iterable(self._parts.values()):
-            known = part.sums[: part.n_segments, SUM_STEP.value]
-            known.masked_fill_(tensors[part.segments[:, TENSOR.value]], -1.0)
+            known = part.sums[: part.n_segments, SUM.step]
+            known.masked_fill_(tensors[part.segments[:, SEGMENT.tensor]], -1.0)
         self._forget_sums()
 
     def _forget_sums(self) -> None:
@@ -108,7 +108,7 @@ class Plan:
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
-        return torch.empty(self.n_parts, SLOT_COLUMNS.value, dtype=torch.float64, device=bucket.device)
+        return torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
 
     def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
         run = self.launcher(kernels.last_exp_avg_sq_sum_kernel, bucket, part)

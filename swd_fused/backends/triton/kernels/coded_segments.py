@@ -29,18 +29,7 @@ from swd_fused.backends.triton.kernels.rounding import (
     stochastically_rounded_in_blocks,
 )
 from swd_fused.backends.triton.kernels.segments import segment_scalars
-from swd_fused.backends.triton.kernels.tables import (
-    ALIGNED,
-    BETA2,
-    EXP_AVG_ADDRESS,
-    EXP_AVG_SCALES_ADDRESS,
-    EXP_AVG_SQ_ADDRESS,
-    EXP_AVG_SQ_SCALES_ADDRESS,
-    GRAD_ADDRESS,
-    MASTER_ADDRESS,
-    MAX_EXP_AVG_SQ_ADDRESS,
-    PARAM_ADDRESS,
-)
+from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, TENSOR
 
 # Rows that are a multiple of it are aligned if the first one is: 16 bytes of the narrowest operand that is read in 128
 # bits, 16-bit gradients.
@@ -57,7 +46,7 @@ UNALIGNED = tl.constexpr(2)
 @triton.jit
 def is_in_vectors(tensor_row, count):
     """Whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
-    return (tl.load(tensor_row + ALIGNED) != 0) & (count % ROW_ALIGNMENT == 0)
+    return (tl.load(tensor_row + TENSOR.aligned) != 0) & (count % ROW_ALIGNMENT == 0)
 
 
 @triton.jit
@@ -70,20 +59,20 @@ def update_coded_segment(
     """Returns what `segments.update_segment` does."""
     scalars = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)
     first, counts, number, gap = segment_blocks(codec_row, start, count)
-    param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
+    param = elements(tensor_row, TENSOR.param, start, PARAM)
     if MASTER:
-        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
+        weight = elements(tensor_row, TENSOR.master, start, WEIGHT)
     else:
         weight = param
     operands = (
         param,
         weight,
-        elements(tensor_row, EXP_AVG_ADDRESS, start, tl.int8),
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SCALES_ADDRESS, first, tl.float32),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
-        elements(tensor_row, GRAD_ADDRESS, start, GRAD),
+        elements(tensor_row, TENSOR.exp_avg, start, tl.int8),
+        elements(tensor_row, TENSOR.exp_avg_sq, start, tl.uint8),
+        elements(codec_row, CODEC.exp_avg_scales, first, tl.float32),
+        elements(codec_row, CODEC.exp_avg_sq_scales, first, tl.float32),
+        elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED),
+        elements(tensor_row, TENSOR.grad, start, GRAD),
     )
     numbers = moment_key(rounding_start, tensor_row, step), number, gap
     if STOCHASTIC:
@@ -185,9 +174,9 @@ def sum_of_coded(
     """In the order in which `update_coded_segment` adds, so the result has the same bits."""
     first, counts, _, _ = segment_blocks(codec_row, start, count)
     operands = (
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
+        elements(tensor_row, TENSOR.exp_avg_sq, start, tl.uint8),
+        elements(codec_row, CODEC.exp_avg_sq_scales, first, tl.float32),
+        elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED),
     )
     if is_in_vectors(tensor_row, count):
         total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, LANES * VECTOR, VECTOR, TILE)
@@ -223,12 +212,12 @@ def sum_of_next_max_coded(
     """Returns what `segments.sum_of_next_max` does."""
     first, counts, _, _ = segment_blocks(codec_row, start, count)
     operands = (
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
-        elements(tensor_row, GRAD_ADDRESS, start, GRAD),
+        elements(tensor_row, TENSOR.exp_avg_sq, start, tl.uint8),
+        elements(codec_row, CODEC.exp_avg_sq_scales, first, tl.float32),
+        elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED),
+        elements(tensor_row, TENSOR.grad, start, GRAD),
     )
-    beta2 = tl.load(hyper_row + BETA2)
+    beta2 = tl.load(hyper_row + HYPER.beta2)
     scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
     if is_in_vectors(tensor_row, count):
         total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, LANES * VECTOR, VECTOR, TILE)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import quotient
 from swd_fused.backends.triton.kernels.rounding import scrambled
-from swd_fused.backends.triton.kernels.tables import BLOCK_PITCH, BLOCKS_PER_ROW, COLUMNS, FIRST_BLOCK
+from swd_fused.backends.triton.kernels.tables import CODEC
 from swd_fused.state import eight_bit
 
 BLOCK_LENGTH = tl.constexpr(eight_bit.BLOCK)
@@ -31,14 +31,14 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 def segment_blocks(codec_row, start, count):
     """Where a segment's blocks are: the number of them, the first one's place among all and in its row, how many a row
     has, how long its last one is; and how they are numbered. Segments begin and end between blocks."""
-    columns, per_row = tl.load(codec_row + COLUMNS), tl.load(codec_row + BLOCKS_PER_ROW)
+    columns, per_row = tl.load(codec_row + CODEC.row_length), tl.load(codec_row + CODEC.blocks_per_row)
     row, end_row = start // columns, (start + count) // columns
     in_row = (start - row * columns) // BLOCK_LENGTH
     first = row * per_row + in_row
     end = end_row * per_row + (start + count - end_row * columns) // BLOCK_LENGTH
     tail = columns - (per_row - 1) * BLOCK_LENGTH
-    pitch = tl.load(codec_row + BLOCK_PITCH)
-    number = tl.load(codec_row + FIRST_BLOCK) + row * pitch + in_row
+    pitch = tl.load(codec_row + CODEC.block_pitch)
+    number = tl.load(codec_row + CODEC.first_block) + row * pitch + in_row
     counts = (end - first).to(tl.int32), in_row.to(tl.int32), per_row.to(tl.int32), tail.to(tl.int32)
     return first, counts, number, (pitch - per_row).to(tl.int32)
 

@@ -16,23 +16,7 @@ from swd_fused.backends.triton.kernels.passes import (
     update,
 )
 from swd_fused.backends.triton.kernels.schedule import clip_factor, mean_of_sums
-from swd_fused.backends.triton.kernels.tables import (
-    CARRIED,
-    EXP_AVG_SQ_MEAN,
-    FRESH,
-    GRAD_FACTOR,
-    GRAD_NORM,
-    GRAD_SUM,
-    LAST_NUMEL,
-    LAST_SUM,
-    MAX_GRAD_NORM,
-    MAX_SUM,
-    MEAN,
-    NUMEL,
-    SKIP_NONFINITE,
-    SKIPPED,
-    SLOT_COLUMNS,
-)
+from swd_fused.backends.triton.kernels.tables import LAST, LIMIT, RESULT, SLOT
 
 
 @triton.jit(do_not_specialize=["n_tensors"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
@@ -47,31 +31,32 @@ def exact_step_kernel(
     gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
-    grad_norm = unscale * tl.sqrt(total_of(slots, GRAD_SUM))
-    grad_factor = unscale * clip_factor(grad_norm, tl.load(limits + MAX_GRAD_NORM))
+    grad_norm = unscale * tl.sqrt(total_of(slots, SLOT.grad_sum))
+    grad_factor = unscale * clip_factor(grad_norm, tl.load(limits + LIMIT.max_grad_norm))
     if AMSGRAD:
         max_exp_avg_sq_sum(
             slots, steps, tensors, segments, program_segments, hyper, grad_factor,
             GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
         )  # fmt: skip
         wait_for_all(counter, 2)
-        exp_avg_sq_mean = mean_of_sums(total_of(slots, MAX_SUM), 0.0, 1.0, tl.load(limits + NUMEL))
+        exp_avg_sq_mean = mean_of_sums(total_of(slots, SLOT.max_sum), 0.0, 1.0, tl.load(limits + LIMIT.numel))
     else:
-        carried, fresh = total_of(slots, CARRIED), total_of(slots, FRESH)
-        exp_avg_sq_mean = mean_of_sums(carried, fresh, grad_factor, tl.load(limits + NUMEL))
+        carried, fresh = total_of(slots, SLOT.carried), total_of(slots, SLOT.fresh)
+        exp_avg_sq_mean = mean_of_sums(carried, fresh, grad_factor, tl.load(limits + LIMIT.numel))
     is_nonfinite = (grad_norm - grad_norm) != 0
-    skip = (tl.load(found_inf) != 0) | ((tl.load(limits + SKIP_NONFINITE) != 0) & is_nonfinite)
+    skip = (tl.load(found_inf) != 0) | ((tl.load(limits + LIMIT.skip_nonfinite) != 0) & is_nonfinite)
     if tl.program_id(0) == 0:
-        tl.store(results + EXP_AVG_SQ_MEAN, exp_avg_sq_mean)
-        tl.store(results + GRAD_NORM, grad_norm)
-        tl.store(results + SKIPPED, skip.to(tl.float64))
-    slot = slots + tl.program_id(0) * SLOT_COLUMNS
-    tl.store(slot + MEAN, exp_avg_sq_mean)
-    tl.store(slot + GRAD_FACTOR, grad_factor)
+        tl.store(results + RESULT.exp_avg_sq_mean, exp_avg_sq_mean)
+        tl.store(results + RESULT.grad_norm, grad_norm)
+        tl.store(results + RESULT.skipped, skip.to(tl.float64))
+    slot = slots + tl.program_id(0) * SLOT.columns
+    tl.store(slot + SLOT.mean, exp_avg_sq_mean)
+    tl.store(slot + SLOT.grad_factor, grad_factor)
     tl.debug_barrier()
     if not skip:
         update(
-            sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
+            sums, slots, steps, tensors, segments, program_segments, hyper, limits,
+            slot + SLOT.mean, slot + SLOT.grad_factor,
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, False,
             VECTOR, BLOCK, CODED,
         )  # fmt: skip
@@ -92,18 +77,19 @@ def lagged_step_kernel(
 
     Waits for nobody, so any grid will do.
     """
-    exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST_SUM), 0.0, 1.0, tl.load(last + LAST_NUMEL))
+    exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST.total), 0.0, 1.0, tl.load(last + LAST.numel))
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     skip = tl.load(found_inf) != 0
-    slot = slots + tl.program_id(0) * SLOT_COLUMNS
-    tl.store(slot + MEAN, exp_avg_sq_mean)
-    tl.store(slot + GRAD_FACTOR, unscale)
+    slot = slots + tl.program_id(0) * SLOT.columns
+    tl.store(slot + SLOT.mean, exp_avg_sq_mean)
+    tl.store(slot + SLOT.grad_factor, unscale)
     tl.debug_barrier()
     if skip:
         gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     else:
         update(
-            sums, slots, steps, tensors, segments, program_segments, hyper, limits, slot + MEAN, slot + GRAD_FACTOR,
+            sums, slots, steps, tensors, segments, program_segments, hyper, limits,
+            slot + SLOT.mean, slot + SLOT.grad_factor,
             PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, True,
             VECTOR, BLOCK, CODED,
         )  # fmt: skip
@@ -112,11 +98,11 @@ def lagged_step_kernel(
             advance_steps(steps, tensors, n_tensors)
             tl.debug_barrier()
             total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
-            tl.store(last + LAST_SUM, total)
-            tl.store(last + LAST_NUMEL, numel)
-        tl.store(results + EXP_AVG_SQ_MEAN, exp_avg_sq_mean)
-        tl.store(results + GRAD_NORM, unscale * tl.sqrt(total_of(slots, GRAD_SUM)))
-        tl.store(results + SKIPPED, skip.to(tl.float64))
+            tl.store(last + LAST.total, total)
+            tl.store(last + LAST.numel, numel)
+        tl.store(results + RESULT.exp_avg_sq_mean, exp_avg_sq_mean)
+        tl.store(results + RESULT.grad_norm, unscale * tl.sqrt(total_of(slots, SLOT.grad_sum)))
+        tl.store(results + RESULT.skipped, skip.to(tl.float64))
 
 
 @triton.jit
@@ -126,9 +112,9 @@ def gradient_sums_kernel(
 ):  # fmt: skip
     gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     if is_last(counter, 1):
-        tl.store(totals + GRAD_SUM, total_of(slots, GRAD_SUM))
-        tl.store(totals + CARRIED, total_of(slots, CARRIED))
-        tl.store(totals + FRESH, total_of(slots, FRESH))
+        tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
+        tl.store(totals + SLOT.carried, total_of(slots, SLOT.carried))
+        tl.store(totals + SLOT.fresh, total_of(slots, SLOT.fresh))
 
 
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
@@ -142,7 +128,7 @@ def max_exp_avg_sq_sum_kernel(
         GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
     )  # fmt: skip
     if is_last(counter, 1):
-        tl.store(totals + MAX_SUM, total_of(slots, MAX_SUM))
+        tl.store(totals + SLOT.max_sum, total_of(slots, SLOT.max_sum))
 
 
 @triton.jit(do_not_specialize_on_alignment=["exp_avg_sq_mean", "grad_factor", "skip"])
@@ -164,7 +150,7 @@ def update_kernel(
         gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
     if SUM_GRADS:
         if is_last(counter, 1):
-            tl.store(totals + GRAD_SUM, total_of(slots, GRAD_SUM))
+            tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
 
 
 @triton.jit
@@ -183,5 +169,5 @@ def stored_sums_kernel(
 def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, hyper, n_segments):
     """One program."""
     total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
-    tl.store(last + LAST_SUM, total)
-    tl.store(last + LAST_NUMEL, numel)
+    tl.store(last + LAST.total, total)
+    tl.store(last + LAST.numel, numel)

@@ -5,16 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import (
-    CODEC_COLUMNS,
-    GROUP,
-    HYPER_COLUMNS,
-    LENGTH,
-    SEGMENT_COLUMNS,
-    START,
-    TENSOR,
-    TENSOR_COLUMNS,
-)
+from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, TENSOR
 
 # Of a program. Blocks are so long that each has 128 bits of the widest operand.
 THREADS = tl.constexpr(128)
@@ -59,13 +50,13 @@ def elements(tensor_row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
 
 @triton.jit
 def segment_of(tensors, segments, hyper, segment):
-    row = segments + segment * SEGMENT_COLUMNS
-    tensor = tl.load(row + TENSOR)
-    tensor_row = tensors + tensor * TENSOR_COLUMNS
-    hyper_row = hyper + tl.load(tensor_row + GROUP) * HYPER_COLUMNS
-    return tensor, tensor_row, hyper_row, tl.load(row + START), tl.load(row + LENGTH).to(tl.int32)
+    row = segments + segment * SEGMENT.columns
+    tensor = tl.load(row + SEGMENT.tensor)
+    tensor_row = tensors + tensor * TENSOR.columns
+    hyper_row = hyper + tl.load(tensor_row + TENSOR.group) * HYPER.columns
+    return tensor, tensor_row, hyper_row, tl.load(row + SEGMENT.start), tl.load(row + SEGMENT.length).to(tl.int32)
 
 
 @triton.jit
 def codec_of(tensors, tensor):
-    return tensors - (tensor + 1) * CODEC_COLUMNS
+    return tensors - (tensor + 1) * CODEC.columns

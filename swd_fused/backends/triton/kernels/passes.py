@@ -15,27 +15,7 @@ from swd_fused.backends.triton.kernels.segments import (
     sum_of_stored,
     update_segment,
 )
-from swd_fused.backends.triton.kernels.tables import (
-    BETA2,
-    BLOCKS_PER_ROW,
-    CARRIED,
-    CORRECTS_BIAS,
-    FRESH,
-    GRAD_ADDRESS,
-    GRAD_SUM,
-    GROUP,
-    HYPER_COLUMNS,
-    LENGTH,
-    MAX_SUM,
-    ROUNDING_START,
-    SEGMENT_COLUMNS,
-    SLOT_COLUMNS,
-    SUM,
-    SUM_COLUMNS,
-    SUM_STEP,
-    TENSOR,
-    TENSOR_COLUMNS,
-)
+from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, LIMIT, SEGMENT, SLOT, SUM, TENSOR
 
 # Rows of a table that are added at once.
 ROWS = tl.constexpr(128)
@@ -56,15 +36,15 @@ def gradient_sums(
             squares = sum_of_squares(tensor_row, start, count, GRAD, COMPUTE)
             # Scalars after the sum, or they would take registers from it.
             step = tl.load(steps + tensor) + 1
-            beta2 = tl.load(hyper_row + BETA2)
-            bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + CORRECTS_BIAS))
+            beta2 = tl.load(hyper_row + HYPER.beta2)
+            bias_correction2 = bias_correction(beta2, step, step, tl.load(hyper_row + HYPER.corrects_bias))
             grad_sum += squares
-            carried += beta2 * tl.load(sums + segment * SUM_COLUMNS + SUM) / bias_correction2
+            carried += beta2 * tl.load(sums + segment * SUM.columns + SUM.total) / bias_correction2
             fresh += (1 - beta2) * squares / bias_correction2
-    slot = slots + program * SLOT_COLUMNS
-    tl.store(slot + GRAD_SUM, grad_sum)
-    tl.store(slot + CARRIED, carried)
-    tl.store(slot + FRESH, fresh)
+    slot = slots + program * SLOT.columns
+    tl.store(slot + SLOT.grad_sum, grad_sum)
+    tl.store(slot + SLOT.carried, carried)
+    tl.store(slot + SLOT.fresh, fresh)
 
 
 @triton.jit
@@ -89,9 +69,9 @@ def max_exp_avg_sq_sum(
                 maxima = sum_of_next_max(
                     tensor_row, hyper_row, start, count, grad_factor, GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK
                 )
-            corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
-            total += maxima / bias_correction(tl.load(hyper_row + BETA2), step, step, corrects_bias)
-    tl.store(slots + program * SLOT_COLUMNS + MAX_SUM, total)
+            corrects_bias = tl.load(hyper_row + HYPER.corrects_bias)
+            total += maxima / bias_correction(tl.load(hyper_row + HYPER.beta2), step, step, corrects_bias)
+    tl.store(slots + program * SLOT.columns + SLOT.max_sum, total)
 
 
 @triton.jit
@@ -117,25 +97,25 @@ def update(
             if CODED != 0 and has_codes(codec_row):
                 total, squares = update_coded_segment(
                     tensor_row, codec_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean),
-                    tl.load(grad_factor), tl.load(limits + ROUNDING_START),
+                    tl.load(grad_factor), tl.load(limits + LIMIT.rounding_start),
                     PARAM, GRAD, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, SUM_GRADS, VECTOR,
                     CODED,
                 )  # fmt: skip
             else:
                 total, squares = update_segment(
                     tensor_row, hyper_row, start, count, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor),
-                    tl.load(limits + ROUNDING_START),
+                    tl.load(limits + LIMIT.rounding_start),
                     PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2,
                     SUM_GRADS, VECTOR, BLOCK,
                 )  # fmt: skip
             # Read once more, or it would take registers from every block in between.
             tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
-            tl.store(sums + segment * SUM_COLUMNS + SUM, total)
-            tl.store(sums + segment * SUM_COLUMNS + SUM_STEP, tl.load(steps + tensor) + 1)
+            tl.store(sums + segment * SUM.columns + SUM.total, total)
+            tl.store(sums + segment * SUM.columns + SUM.step, tl.load(steps + tensor) + 1)
             if SUM_GRADS:
                 grad_sum += kept_squares(squares, tensor_row, start, count, GRAD, COMPUTE)
     if SUM_GRADS:
-        tl.store(slots + program * SLOT_COLUMNS + GRAD_SUM, grad_sum)
+        tl.store(slots + program * SLOT.columns + SLOT.grad_sum, grad_sum)
 
 
 @triton.jit
@@ -148,16 +128,16 @@ def stored_sums(
     program = tl.program_id(0)
     for segment in range(tl.load(program_segments + program), tl.load(program_segments + program + 1)):
         tensor, tensor_row, _, start, count = segment_of(tensors, segments, hyper, segment)
-        row = sums + segment * SUM_COLUMNS
+        row = sums + segment * SUM.columns
         step = tl.load(steps + tensor).to(tl.float64)
-        if tl.load(row + SUM_STEP) != step:
+        if tl.load(row + SUM.step) != step:
             codec_row = codec_of(tensors, tensor)
             if CODED != 0 and has_codes(codec_row):
                 total = sum_of_coded(tensor_row, codec_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, CODED)
             else:
                 total = sum_of_stored(tensor_row, start, count, AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK)
-            tl.store(row + SUM, total)
-            tl.store(row + SUM_STEP, step)
+            tl.store(row + SUM.total, total)
+            tl.store(row + SUM.step, step)
 
 
 @triton.jit
@@ -167,7 +147,7 @@ def total_of(slots, COLUMN: tl.constexpr):
     total = tl.zeros([ROWS], tl.float64)
     for begin in range(0, tl.num_programs(0), ROWS):
         rows = begin + lanes
-        total += tl.load(slots + rows * SLOT_COLUMNS + COLUMN, mask=rows < tl.num_programs(0), other=0.0)
+        total += tl.load(slots + rows * SLOT.columns + COLUMN, mask=rows < tl.num_programs(0), other=0.0)
     return tl.sum(total)
 
 
@@ -179,17 +159,17 @@ def last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments):
     numel = tl.zeros([ROWS], tl.float64)
     for begin in range(0, n_segments, ROWS):
         mask = begin + lanes < n_segments
-        rows = segments + (begin + lanes) * SEGMENT_COLUMNS
-        tensor = tl.load(rows + TENSOR, mask=mask, other=0)
-        group = tl.load(tensors + tensor * TENSOR_COLUMNS + GROUP, mask=mask, other=0)
-        beta2 = tl.load(hyper + group * HYPER_COLUMNS + BETA2, mask=mask, other=0.0)
+        rows = segments + (begin + lanes) * SEGMENT.columns
+        tensor = tl.load(rows + SEGMENT.tensor, mask=mask, other=0)
+        group = tl.load(tensors + tensor * TENSOR.columns + TENSOR.group, mask=mask, other=0)
+        beta2 = tl.load(hyper + group * HYPER.columns + HYPER.beta2, mask=mask, other=0.0)
         step = tl.load(steps + tensor, mask=mask, other=0.0)
-        corrects_bias = tl.load(hyper + group * HYPER_COLUMNS + CORRECTS_BIAS, mask=mask, other=0.0)
+        corrects_bias = tl.load(hyper + group * HYPER.columns + HYPER.corrects_bias, mask=mask, other=0.0)
         bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
         stepped = step > 0
-        exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM_COLUMNS + SUM, mask=mask, other=0.0)
+        exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM.columns + SUM.total, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
-        numel += tl.where(stepped, tl.load(rows + LENGTH, mask=mask, other=0), 0).to(tl.float64)
+        numel += tl.where(stepped, tl.load(rows + SEGMENT.length, mask=mask, other=0), 0).to(tl.float64)
     return tl.sum(total), tl.sum(numel)
 
 
@@ -200,17 +180,17 @@ def advance_steps(steps, tensors, n_tensors):
     for begin in range(0, n_tensors, ROWS):
         where = steps + begin + lanes
         mask = begin + lanes < n_tensors
-        mask = mask & (tl.load(tensors + (begin + lanes) * TENSOR_COLUMNS + GRAD_ADDRESS, mask=mask, other=-1) != -1)
+        mask = mask & (tl.load(tensors + (begin + lanes) * TENSOR.columns + TENSOR.grad, mask=mask, other=-1) != -1)
         tl.store(where, tl.load(where, mask=mask) + 1, mask=mask)
 
 
 @triton.jit
 def has_grad(tensor_row):
     """Whether the tensor takes part in the step: address_table.NO_GRAD stands for a gradient that is not there."""
-    return tl.load(tensor_row + GRAD_ADDRESS) != -1
+    return tl.load(tensor_row + TENSOR.grad) != -1
 
 
 @triton.jit
 def has_codes(codec_row):
     """Whether a tensor's moments are kept in 8 bits. CODED: how many blocks are taken at once, 0 if none has codes."""
-    return tl.load(codec_row + BLOCKS_PER_ROW) != 0
+    return tl.load(codec_row + CODEC.blocks_per_row) != 0

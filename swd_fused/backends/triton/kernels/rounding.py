@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import FIRST_NUMBER, ROW_LENGTH, ROW_PITCH, TENSOR_ID
+from swd_fused.backends.triton.kernels.tables import TENSOR
 
 # More than a segment has elements: rows that are longer end behind it all the same.
 LONG_ROW = tl.constexpr(1 << 30)
@@ -22,7 +22,7 @@ def scrambled(x):
 @triton.jit
 def rounding_key(rounding_start, tensor_row, step):
     """The tensor's key in this step."""
-    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR_ID).to(tl.uint32))
+    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR.number).to(tl.uint32))
     return scrambled(key + step.to(tl.uint32))
 
 
@@ -36,9 +36,9 @@ def moment_key(rounding_start, tensor_row, step):
 def segment_rounding(rounding_start, tensor_row, step, start):
     """For a segment: the tensor's key in this step, and what numbers its elements (see `element_numbers`)."""
     key = rounding_key(rounding_start, tensor_row, step)
-    length, pitch = tl.load(tensor_row + ROW_LENGTH), tl.load(tensor_row + ROW_PITCH)
+    length, pitch = tl.load(tensor_row + TENSOR.row_length), tl.load(tensor_row + TENSOR.row_pitch)
     row, column = start // length, start % length
-    first = tl.load(tensor_row + FIRST_NUMBER) + row * pitch + column
+    first = tl.load(tensor_row + TENSOR.first_number) + row * pitch + column
     left_in_row = tl.minimum(length - column, LONG_ROW).to(tl.int32)
     return key, first, left_in_row, tl.minimum(length, LONG_ROW).to(tl.int32), pitch - length
 

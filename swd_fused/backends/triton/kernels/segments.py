@@ -9,22 +9,7 @@ from swd_fused.backends.triton.kernels.element import larger, update_element
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
-from swd_fused.backends.triton.kernels.tables import (
-    ALIGNED,
-    BETA1,
-    BETA2,
-    CORRECTS_BIAS,
-    EPS,
-    EXP_AVG_ADDRESS,
-    EXP_AVG_SQ_ADDRESS,
-    GRAD_ADDRESS,
-    L2,
-    LR,
-    MASTER_ADDRESS,
-    MAX_EXP_AVG_SQ_ADDRESS,
-    PARAM_ADDRESS,
-    SIGN,
-)
+from swd_fused.backends.triton.kernels.tables import HYPER, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
 # memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
@@ -40,14 +25,14 @@ LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
 @triton.jit
 def whole_blocks(tensor_row, count, ELEMENTS: tl.constexpr):
     """How many elements from the first one on may be taken in whole, aligned blocks."""
-    return tl.load(tensor_row + ALIGNED).to(tl.int32) * (count // ELEMENTS) * ELEMENTS
+    return tl.load(tensor_row + TENSOR.aligned).to(tl.int32) * (count // ELEMENTS) * ELEMENTS
 
 
 @triton.jit
 def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
     BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
     PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    grad = elements(tensor_row, TENSOR.grad, start, GRAD)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     whole = whole_blocks(tensor_row, count, PASS1_BLOCKS * PACKED * BLOCK)
@@ -72,7 +57,7 @@ def kept_squares(squares, tensor_row, start, count, GRAD: tl.constexpr, COMPUTE:
     """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
     if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
         if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
-            grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+            grad = elements(tensor_row, TENSOR.grad, start, GRAD)
             lanes = tl.arange(0, THREADS)
             total = tl.zeros([THREADS], tl.float64)
             for begin in range(0, count, THREADS):
@@ -89,9 +74,9 @@ def sum_of_stored(
 ):  # fmt: skip
     """In the order in which `update_segment` adds, so the result has the same bits."""
     if AMSGRAD:
-        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
+        averaged = elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED)
     else:
-        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, AVERAGED)
+        averaged = elements(tensor_row, TENSOR.exp_avg_sq, start, AVERAGED)
     TAIL: tl.constexpr = THREADS * VECTOR // 2
     tail_lanes = tl.arange(0, TAIL)
     tail_total = tl.zeros([TAIL], COMPUTE)
@@ -114,12 +99,12 @@ def sum_of_next_max(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of max_exp_avg_sq as this step will leave it."""
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
-    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
+    grad = elements(tensor_row, TENSOR.grad, start, GRAD)
+    exp_avg_sq = elements(tensor_row, TENSOR.exp_avg_sq, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED)
     grad_scale = grad_factor.to(COMPUTE)
-    beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
-    one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
+    beta2 = tl.load(hyper_row + HYPER.beta2).to(COMPUTE)
+    one_minus_beta2 = (1 - tl.load(hyper_row + HYPER.beta2)).to(COMPUTE)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     whole = whole_blocks(tensor_row, count, BLOCK)
@@ -137,17 +122,17 @@ def sum_of_next_max(
 @triton.jit
 def segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE: tl.constexpr, ADDS_L2: tl.constexpr):
     """What `update_element` takes besides its operands. Without ADDS_L2 compilers leave out what is multiplied by 0."""
-    beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
-    corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
-    grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
+    beta1, beta2 = tl.load(hyper_row + HYPER.beta1), tl.load(hyper_row + HYPER.beta2)
+    corrects_bias = tl.load(hyper_row + HYPER.corrects_bias)
+    grad_scale = (tl.load(hyper_row + HYPER.sign) * grad_factor).to(COMPUTE)
     if ADDS_L2:
-        l2 = tl.load(hyper_row + L2).to(COMPUTE)
+        l2 = tl.load(hyper_row + HYPER.l2).to(COMPUTE)
     else:
         l2 = tl.full([], 0.0, COMPUTE)
     inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(COMPUTE)
-    eps = tl.load(hyper_row + EPS).to(COMPUTE)
+    eps = tl.load(hyper_row + HYPER.eps).to(COMPUTE)
     factor = decay_factor(exp_avg_sq_mean, hyper_row).to(COMPUTE)
-    step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
+    step_size = (tl.load(hyper_row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
     from_grad = beta1 <= 0.5  # see csrc/element.h
     exp_avg_slope = tl.where(from_grad, -beta1, 1 - beta1).to(COMPUTE)
     beta2, one_minus_beta2 = beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
@@ -169,15 +154,15 @@ def update_segment(
         grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
         step_size,
     ) = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)  # fmt: skip
-    param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
+    param = elements(tensor_row, TENSOR.param, start, PARAM)
     if MASTER:
-        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
+        weight = elements(tensor_row, TENSOR.master, start, WEIGHT)
     else:
         weight = param
-    exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
-    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    exp_avg = elements(tensor_row, TENSOR.exp_avg, start, EXP_AVG)
+    exp_avg_sq = elements(tensor_row, TENSOR.exp_avg_sq, start, EXP_AVG_SQ)
+    max_exp_avg_sq = elements(tensor_row, TENSOR.max_exp_avg_sq, start, AVERAGED)
+    grad = elements(tensor_row, TENSOR.grad, start, GRAD)
     if STOCHASTIC:
         rounding = segment_rounding(rounding_start, tensor_row, step, start)
     else:
