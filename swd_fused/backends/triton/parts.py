@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import SLOT, SUM
-from swd_fused.backends.triton.launch import BLOCK, THREADS
+from swd_fused.backends.triton.launch import BLOCK
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import blocks_of_row
 from swd_fused.tensors.transfer import from_host
@@ -24,18 +23,6 @@ MAX_SEGMENT = 512 * BLOCK
 SEGMENT_COST = 2 * BLOCK
 
 ALIGNMENT = 16
-
-# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
-# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
-LOADS_IN_FLIGHT = 2
-
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
-
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 
@@ -111,12 +98,6 @@ class Dtypes(NamedTuple):
         """Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a
         warp is one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses."""
         return ALIGNMENT // max(dtype.itemsize for dtype in self)
-
-    def constants(self) -> dict[str, Any]:
-        """Returns the compile-time constants by the kernels' names for them."""
-        dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
-        block = LOADS_IN_FLIGHT * THREADS * self.vector
-        return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
 
 
 class Part:

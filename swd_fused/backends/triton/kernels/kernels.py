@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels.grid import is_last, wait_for_all
+from swd_fused.backends.triton.kernels.memory import Tables
 from swd_fused.backends.triton.kernels.passes import (
     advance_steps,
     gradient_sums,
@@ -21,23 +22,18 @@ from swd_fused.backends.triton.kernels.tables import LAST, LIMIT, RESULT, SLOT
 
 @triton.jit(do_not_specialize=["n_tensors"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
 def exact_step_kernel(
-    results, sums, slots, steps, counter, tensors, segments, program_segments, hyper, limits, grad_scale, found_inf,
-    n_tensors,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ADDS_L2: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    results, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
+    limits, grad_scale, found_inf, n_tensors, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
-    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
+    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     grad_norm = unscale * tl.sqrt(total_of(slots, SLOT.grad_sum))
     grad_factor = unscale * clip_factor(grad_norm, tl.load(limits + LIMIT.max_grad_norm))
-    if AMSGRAD:
-        max_exp_avg_sq_sum(
-            slots, steps, tensors, segments, program_segments, hyper, grad_factor,
-            GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
-        )  # fmt: skip
+    if CONFIG.amsgrad:
+        max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG)
         wait_for_all(counter, 2)
         exp_avg_sq_mean = mean_of_sums(total_of(slots, SLOT.max_sum), 0.0, 1.0, tl.load(limits + LIMIT.numel))
     else:
@@ -46,71 +42,47 @@ def exact_step_kernel(
     is_nonfinite = (grad_norm - grad_norm) != 0
     skip = (tl.load(found_inf) != 0) | ((tl.load(limits + LIMIT.skip_nonfinite) != 0) & is_nonfinite)
     if tl.program_id(0) == 0:
-        tl.store(results + RESULT.exp_avg_sq_mean, exp_avg_sq_mean)
-        tl.store(results + RESULT.grad_norm, grad_norm)
-        tl.store(results + RESULT.skipped, skip.to(tl.float64))
-    slot = slots + tl.program_id(0) * SLOT.columns
-    tl.store(slot + SLOT.mean, exp_avg_sq_mean)
-    tl.store(slot + SLOT.grad_factor, grad_factor)
-    tl.debug_barrier()
+        store_results(results, exp_avg_sq_mean, grad_norm, skip)
+    slot = stored_in_slot(slots, exp_avg_sq_mean, grad_factor)
     if not skip:
-        update(
-            sums, slots, steps, tensors, segments, program_segments, hyper, limits,
-            slot + SLOT.mean, slot + SLOT.grad_factor,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, False,
-            VECTOR, BLOCK, CODED,
-        )  # fmt: skip
-    if is_last(counter, 3 if AMSGRAD else 2):
+        update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, False)
+    if is_last(counter, 3 if CONFIG.amsgrad else 2):
         if not skip:
-            advance_steps(steps, tensors, n_tensors)
+            advance_steps(tables, n_tensors)
 
 
 @triton.jit(do_not_specialize=["n_tensors", "n_segments"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
 def lagged_step_kernel(
-    results, sums, slots, steps, last, counter, tensors, segments, program_segments, hyper, limits, grad_scale,
-    found_inf, n_tensors, n_segments,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ADDS_L2: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    results, sums, slots, counter, last, steps, tensors, segments, program_segments, hyper,
+    limits, grad_scale, found_inf, n_tensors, n_segments, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the mean of the sums that the launch before has left in `last`.
 
     Waits for nobody, so any grid will do.
     """
+    tables = Tables(steps, tensors, segments, program_segments, hyper)
     exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST.total), 0.0, 1.0, tl.load(last + LAST.numel))
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     skip = tl.load(found_inf) != 0
-    slot = slots + tl.program_id(0) * SLOT.columns
-    tl.store(slot + SLOT.mean, exp_avg_sq_mean)
-    tl.store(slot + SLOT.grad_factor, unscale)
-    tl.debug_barrier()
+    slot = stored_in_slot(slots, exp_avg_sq_mean, unscale)
     if skip:
-        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
+        gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     else:
-        update(
-            sums, slots, steps, tensors, segments, program_segments, hyper, limits,
-            slot + SLOT.mean, slot + SLOT.grad_factor,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2, True,
-            VECTOR, BLOCK, CODED,
-        )  # fmt: skip
+        update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, True)
     if is_last(counter, 1):
         if not skip:
-            advance_steps(steps, tensors, n_tensors)
+            advance_steps(tables, n_tensors)
             tl.debug_barrier()
-            total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
-            tl.store(last + LAST.total, total)
-            tl.store(last + LAST.numel, numel)
-        tl.store(results + RESULT.exp_avg_sq_mean, exp_avg_sq_mean)
-        tl.store(results + RESULT.grad_norm, unscale * tl.sqrt(total_of(slots, SLOT.grad_sum)))
-        tl.store(results + RESULT.skipped, skip.to(tl.float64))
+            store_last(last, tables, sums, n_segments)
+        store_results(results, exp_avg_sq_mean, unscale * tl.sqrt(total_of(slots, SLOT.grad_sum)), skip)
 
 
 @triton.jit
 def gradient_sums_kernel(
-    totals, slots, counter, sums, steps, tensors, segments, program_segments, hyper,
+    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
     GRAD: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
+    gradient_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, slots, GRAD, COMPUTE)
     if is_last(counter, 1):
         tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
         tl.store(totals + SLOT.carried, total_of(slots, SLOT.carried))
@@ -119,55 +91,60 @@ def gradient_sums_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
 def max_exp_avg_sq_sum_kernel(
-    totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr, CODED: tl.constexpr,
+    totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor, CONFIG: tl.constexpr
 ):  # fmt: skip
-    max_exp_avg_sq_sum(
-        slots, steps, tensors, segments, program_segments, hyper, tl.load(grad_factor),
-        GRAD, EXP_AVG_SQ, AVERAGED, COMPUTE, VECTOR, BLOCK, CODED,
-    )  # fmt: skip
+    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    max_exp_avg_sq_sum(tables, slots, tl.load(grad_factor), CONFIG)
     if is_last(counter, 1):
         tl.store(totals + SLOT.max_sum, total_of(slots, SLOT.max_sum))
 
 
 @triton.jit(do_not_specialize_on_alignment=["exp_avg_sq_mean", "grad_factor", "skip"])
 def update_kernel(
-    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean,
-    grad_factor, skip,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ADDS_L2: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
+    limits, exp_avg_sq_mean, grad_factor, skip, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr,
 ):  # fmt: skip
     """Does not advance `steps`, which other launches of this step may still read."""
+    tables = Tables(steps, tensors, segments, program_segments, hyper)
     if tl.load(skip) == 0:
-        update(
-            sums, slots, steps, tensors, segments, program_segments, hyper, limits, exp_avg_sq_mean, grad_factor,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, AVERAGED, WEIGHT, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, ADDS_L2,
-            SUM_GRADS, VECTOR, BLOCK, CODED,
-        )  # fmt: skip
+        update(tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
     elif SUM_GRADS:
-        gradient_sums(slots, sums, steps, tensors, segments, program_segments, hyper, GRAD, COMPUTE)
+        gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     if SUM_GRADS:
         if is_last(counter, 1):
             tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
 
 
 @triton.jit
-def stored_sums_kernel(
-    sums, steps, tensors, segments, program_segments, hyper,
-    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    CODED: tl.constexpr,
-):  # fmt: skip
-    stored_sums(
-        sums, steps, tensors, segments, program_segments, hyper,
-        AVERAGED, COMPUTE, AMSGRAD, VECTOR, BLOCK, CODED,
-    )  # fmt: skip
+def stored_sums_kernel(sums, steps, tensors, segments, program_segments, hyper, CONFIG: tl.constexpr):
+    stored_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, CONFIG)
 
 
 @triton.jit(do_not_specialize=["n_segments"])
-def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, hyper, n_segments):
+def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, program_segments, hyper, n_segments):
     """One program."""
-    total, numel = last_exp_avg_sq_sum(sums, steps, tensors, segments, hyper, n_segments)
+    store_last(last, Tables(steps, tensors, segments, program_segments, hyper), sums, n_segments)
+
+
+@triton.jit
+def store_results(results, exp_avg_sq_mean, grad_norm, skip):
+    tl.store(results + RESULT.exp_avg_sq_mean, exp_avg_sq_mean)
+    tl.store(results + RESULT.grad_norm, grad_norm)
+    tl.store(results + RESULT.skipped, skip.to(tl.float64))
+
+
+@triton.jit
+def store_last(last, tables, sums, n_segments):
+    total, numel = last_exp_avg_sq_sum(tables, sums, n_segments)
     tl.store(last + LAST.total, total)
     tl.store(last + LAST.numel, numel)
+
+
+@triton.jit
+def stored_in_slot(slots, exp_avg_sq_mean, grad_factor):
+    """Returns this program's slot, when all of its threads can read there what they will need."""
+    slot = slots + tl.program_id(0) * SLOT.columns
+    tl.store(slot + SLOT.mean, exp_avg_sq_mean)
+    tl.store(slot + SLOT.grad_factor, grad_factor)
+    tl.debug_barrier()
+    return slot
