@@ -10,21 +10,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.eight_bit import (
-    BLOCK_LENGTH,
-    LARGEST_CODE,
-    LARGEST_ROOT_CODE,
-    Tiling,
-    decoded,
-    encoded,
-    load_scales,
-    load_tile,
-    segment_blocks,
-    store_tile,
-    sums_of_blocks,
-    tile_at,
-    tile_noise,
-)
+from swd_fused.backends.triton.kernels import eight_bit
+from swd_fused.backends.triton.kernels.eight_bit import BLOCK_LENGTH, Tiling
 from swd_fused.backends.triton.kernels.element import next_max, square_root, update_element
 from swd_fused.backends.triton.kernels.memory import elements, operands_of
 from swd_fused.backends.triton.kernels.rounding import moment_key, segment_rounding, stochastically_rounded_in_blocks
@@ -68,7 +55,7 @@ def update_coded_segment(
     """Returns what `segments.update_segment` does."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
     scalars = segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG)
-    blocks = segment_blocks(segment)
+    blocks = eight_bit.segment_blocks(segment)
     operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
     key = moment_key(rounding_start, segment, step)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
@@ -93,7 +80,7 @@ def update_tiles(
     grad_total = tl.zeros([TILING.BLOCKS, TILING.WIDTH], CONFIG.compute)
     end = (blocks.count + TILING.BLOCKS - 1) // TILING.BLOCKS * TILING.BLOCKS
     for back in range(TILING.BLOCKS, end + TILING.BLOCKS, TILING.BLOCKS):
-        tile = tile_at(end - back, blocks, TILING)
+        tile = eight_bit.tile_at(end - back, blocks, TILING)
         averaged, squares = update_tile(
             operands, scales, tile, blocks, key, rounding, scalars, CONFIG, SUM_GRADS, TILING.VECTOR
         )
@@ -110,42 +97,42 @@ def update_tile(
 ):  # fmt: skip
     """Returns by block the sum of the second moments whose mean is the schedule, as they are stored, and grad^2 added
     within threads, at once, or gradients would take registers to the end."""
-    g = load_tile(operands.grad, tile, CONFIG.compute, VECTOR)
-    p = load_tile(operands.weight, tile, CONFIG.compute, VECTOR)
-    m = decoded(operands.exp_avg, scales.exp_avg, tile, blocks, CONFIG.compute, VECTOR)
-    root = decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
+    g = eight_bit.load_tile(operands.grad, tile, CONFIG.compute, VECTOR)
+    p = eight_bit.load_tile(operands.weight, tile, CONFIG.compute, VECTOR)
+    m = eight_bit.decoded(operands.exp_avg, scales.exp_avg, tile, blocks, CONFIG.compute, VECTOR)
+    root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
     v = root * root
     largest = v
     if CONFIG.amsgrad:
-        largest = load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
+        largest = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
     squares = tl.sum(g * g, axis=0) if SUM_GRADS else 0
     p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
     if CONFIG.master:
-        store_tile(operands.weight, p, tile, VECTOR)
+        eight_bit.store_tile(operands.weight, p, tile, VECTOR)
     if CONFIG.stochastic:
         p = stochastically_rounded_in_blocks(p, rounding, tile.offset, tile.inside)
-    store_tile(operands.param, p, tile, VECTOR)
+    eight_bit.store_tile(operands.param, p, tile, VECTOR)
     if CONFIG.amsgrad:
-        store_tile(operands.max_exp_avg_sq, largest, tile, VECTOR)
+        eight_bit.store_tile(operands.max_exp_avg_sq, largest, tile, VECTOR)
         root = square_root(v)
-    noise, root_noise = tile_noise(key, blocks, tile)
-    m, new_scales = encoded(m, noise, LARGEST_CODE, True)
-    v, new_root_scales = encoded(root, root_noise, LARGEST_ROOT_CODE, False)
-    store_tile(operands.exp_avg, m, tile, VECTOR)
-    store_tile(operands.exp_avg_sq, v, tile, VECTOR)
+    noise, root_noise = eight_bit.tile_noise(key, blocks, tile)
+    m, new_scales = eight_bit.encoded(m, noise, True)
+    v, new_root_scales = eight_bit.encoded(root, root_noise, False)
+    eight_bit.store_tile(operands.exp_avg, m, tile, VECTOR)
+    eight_bit.store_tile(operands.exp_avg_sq, v, tile, VECTOR)
     tl.store(scales.exp_avg + tile.block, new_scales, mask=tile.block < blocks.count)
     tl.store(scales.exp_avg_sq + tile.block, new_root_scales, mask=tile.block < blocks.count)
     if CONFIG.amsgrad:
         sums = tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
     else:
-        sums = sums_of_blocks(v, new_root_scales, tile.mask)
+        sums = eight_bit.sums_of_blocks(v, new_root_scales, tile.mask)
     return sums, squares
 
 
 @triton.jit
 def sum_of_coded(segment, CONFIG: tl.constexpr):
     """In the order in which `update_coded_segment` adds, so the result has the same bits."""
-    blocks = segment_blocks(segment)
+    blocks = eight_bit.segment_blocks(segment)
     operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
     if is_in_vectors(segment):
         total = sum_of_tiles(
@@ -161,20 +148,20 @@ def sum_of_tiles(operands, scales, blocks, CONFIG: tl.constexpr, TILING):
     total = tl.zeros([TILING.BLOCKS], tl.float64)
     end = (blocks.count + TILING.BLOCKS - 1) // TILING.BLOCKS * TILING.BLOCKS
     for back in range(TILING.BLOCKS, end + TILING.BLOCKS, TILING.BLOCKS):
-        tile = tile_at(end - back, blocks, TILING)
+        tile = eight_bit.tile_at(end - back, blocks, TILING)
         if CONFIG.amsgrad:
-            averaged = load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
+            averaged = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
             total += tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
         else:
-            codes = load_tile(operands.exp_avg_sq, tile, tl.int32, TILING.VECTOR)
-            total += sums_of_blocks(codes, load_scales(scales.exp_avg_sq, tile, blocks), tile.mask)
+            codes = eight_bit.load_tile(operands.exp_avg_sq, tile, tl.int32, TILING.VECTOR)
+            total += eight_bit.sums_of_blocks(codes, eight_bit.load_scales(scales.exp_avg_sq, tile, blocks), tile.mask)
     return tl.sum(total)
 
 
 @triton.jit
 def sum_of_next_max_coded(segment, grad_factor, CONFIG: tl.constexpr):
     """Returns what `segments.sum_of_next_max` does."""
-    blocks = segment_blocks(segment)
+    blocks = eight_bit.segment_blocks(segment)
     operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
     scalars = next_max_scalars(segment, grad_factor, CONFIG.compute)
     if is_in_vectors(segment):
@@ -192,9 +179,9 @@ def sum_of_next_max_coded(segment, grad_factor, CONFIG: tl.constexpr):
 def sum_of_next_max_tiles(operands, scales, blocks, scalars, CONFIG: tl.constexpr, TILING):
     total = tl.zeros([BLOCK_LENGTH // TILING.WIDTH, TILING.BLOCKS, TILING.WIDTH], CONFIG.compute)
     for begin in range(0, blocks.count, TILING.BLOCKS):
-        tile = tile_at(begin, blocks, TILING)
-        grad = load_tile(operands.grad, tile, CONFIG.compute, TILING.VECTOR)
-        root = decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, TILING.VECTOR)
-        maximum = load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
+        tile = eight_bit.tile_at(begin, blocks, TILING)
+        grad = eight_bit.load_tile(operands.grad, tile, CONFIG.compute, TILING.VECTOR)
+        root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, TILING.VECTOR)
+        maximum = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
         total += next_max(grad, root * root, maximum, scalars)
     return tl.sum(total.to(tl.float64))

@@ -106,13 +106,14 @@ def tile_noise(key, blocks, tile):
 
 
 @triton.jit
-def encoded(values, noise, LARGEST: tl.constexpr, SIGNED: tl.constexpr):
+def encoded(values, noise, SIGNED: tl.constexpr):
     """Codes, in 32 bits, and scales of the blocks of a tile.
 
     The largest value is found among its bits, where NaN is the largest of all. Blocks that have no inverse, since they
     are zero or not finite, have the code 0, or the least that there is. Beside maxima that were loaded in float64
     values are computed in float64.
     """
+    LARGEST: tl.constexpr = LARGEST_CODE if SIGNED else LARGEST_ROOT_CODE
     values = values.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scales = tl.max(tl.max(bits, axis=0), axis=1).to(tl.float32, bitcast=True) * (1 / LARGEST)

@@ -5,17 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from swd_fused.backends.triton.kernels import passes
 from swd_fused.backends.triton.kernels.grid import is_last, wait_for_all
 from swd_fused.backends.triton.kernels.memory import Tables
-from swd_fused.backends.triton.kernels.passes import (
-    advance_steps,
-    gradient_sums,
-    last_exp_avg_sq_sum,
-    max_exp_avg_sq_sum,
-    stored_sums,
-    total_of,
-    update,
-)
 from swd_fused.backends.triton.kernels.schedule import clip_factor, mean_of_sums
 from swd_fused.backends.triton.kernels.tables import LAST, LIMIT, RESULT, SLOT
 
@@ -27,17 +19,17 @@ def exact_step_kernel(
 ):  # fmt: skip
     """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
     tables = Tables(steps, tensors, segments, program_segments, hyper)
-    gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+    passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
-    grad_norm = unscale * tl.sqrt(total_of(slots, SLOT.grad_sum))
+    grad_norm = unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum))
     grad_factor = unscale * clip_factor(grad_norm, tl.load(limits + LIMIT.max_grad_norm))
     if CONFIG.amsgrad:
-        max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG)
+        passes.max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG)
         wait_for_all(counter, 2)
-        exp_avg_sq_mean = mean_of_sums(total_of(slots, SLOT.max_sum), 0.0, 1.0, tl.load(limits + LIMIT.numel))
+        exp_avg_sq_mean = mean_of_sums(passes.total_of(slots, SLOT.max_sum), 0.0, 1.0, tl.load(limits + LIMIT.numel))
     else:
-        carried, fresh = total_of(slots, SLOT.carried), total_of(slots, SLOT.fresh)
+        carried, fresh = passes.total_of(slots, SLOT.carried), passes.total_of(slots, SLOT.fresh)
         exp_avg_sq_mean = mean_of_sums(carried, fresh, grad_factor, tl.load(limits + LIMIT.numel))
     is_nonfinite = (grad_norm - grad_norm) != 0
     skip = (tl.load(found_inf) != 0) | ((tl.load(limits + LIMIT.skip_nonfinite) != 0) & is_nonfinite)
@@ -45,10 +37,10 @@ def exact_step_kernel(
         store_results(results, exp_avg_sq_mean, grad_norm, skip)
     slot = stored_in_slot(slots, exp_avg_sq_mean, grad_factor)
     if not skip:
-        update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, False)
+        passes.update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, False)
     if is_last(counter, 3 if CONFIG.amsgrad else 2):
         if not skip:
-            advance_steps(tables, n_tensors)
+            passes.advance_steps(tables, n_tensors)
 
 
 @triton.jit(do_not_specialize=["n_tensors", "n_segments"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
@@ -66,15 +58,15 @@ def lagged_step_kernel(
     skip = tl.load(found_inf) != 0
     slot = stored_in_slot(slots, exp_avg_sq_mean, unscale)
     if skip:
-        gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+        passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     else:
-        update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, True)
+        passes.update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, True)
     if is_last(counter, 1):
         if not skip:
-            advance_steps(tables, n_tensors)
+            passes.advance_steps(tables, n_tensors)
             tl.debug_barrier()
             store_last(last, tables, sums, n_segments)
-        store_results(results, exp_avg_sq_mean, unscale * tl.sqrt(total_of(slots, SLOT.grad_sum)), skip)
+        store_results(results, exp_avg_sq_mean, unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum)), skip)
 
 
 @triton.jit
@@ -82,11 +74,11 @@ def gradient_sums_kernel(
     totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
     GRAD: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    gradient_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, slots, GRAD, COMPUTE)
+    passes.gradient_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, slots, GRAD, COMPUTE)
     if is_last(counter, 1):
-        tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
-        tl.store(totals + SLOT.carried, total_of(slots, SLOT.carried))
-        tl.store(totals + SLOT.fresh, total_of(slots, SLOT.fresh))
+        tl.store(totals + SLOT.grad_sum, passes.total_of(slots, SLOT.grad_sum))
+        tl.store(totals + SLOT.carried, passes.total_of(slots, SLOT.carried))
+        tl.store(totals + SLOT.fresh, passes.total_of(slots, SLOT.fresh))
 
 
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
@@ -94,9 +86,9 @@ def max_exp_avg_sq_sum_kernel(
     totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor, CONFIG: tl.constexpr
 ):  # fmt: skip
     tables = Tables(steps, tensors, segments, program_segments, hyper)
-    max_exp_avg_sq_sum(tables, slots, tl.load(grad_factor), CONFIG)
+    passes.max_exp_avg_sq_sum(tables, slots, tl.load(grad_factor), CONFIG)
     if is_last(counter, 1):
-        tl.store(totals + SLOT.max_sum, total_of(slots, SLOT.max_sum))
+        tl.store(totals + SLOT.max_sum, passes.total_of(slots, SLOT.max_sum))
 
 
 @triton.jit(do_not_specialize_on_alignment=["exp_avg_sq_mean", "grad_factor", "skip"])
@@ -107,17 +99,17 @@ def update_kernel(
     """Does not advance `steps`, which other launches of this step may still read."""
     tables = Tables(steps, tensors, segments, program_segments, hyper)
     if tl.load(skip) == 0:
-        update(tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
+        passes.update(tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
     elif SUM_GRADS:
-        gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+        passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     if SUM_GRADS:
         if is_last(counter, 1):
-            tl.store(totals + SLOT.grad_sum, total_of(slots, SLOT.grad_sum))
+            tl.store(totals + SLOT.grad_sum, passes.total_of(slots, SLOT.grad_sum))
 
 
 @triton.jit
 def stored_sums_kernel(sums, steps, tensors, segments, program_segments, hyper, CONFIG: tl.constexpr):
-    stored_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, CONFIG)
+    passes.stored_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, CONFIG)
 
 
 @triton.jit(do_not_specialize=["n_segments"])
@@ -135,7 +127,7 @@ def store_results(results, exp_avg_sq_mean, grad_norm, skip):
 
 @triton.jit
 def store_last(last, tables, sums, n_segments):
-    total, numel = last_exp_avg_sq_sum(tables, sums, n_segments)
+    total, numel = passes.last_exp_avg_sq_sum(tables, sums, n_segments)
     tl.store(last + LAST.total, total)
     tl.store(last + LAST.numel, numel)
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.coded_segments import sum_of_coded, sum_of_next_max_coded, update_coded_segment
+from swd_fused.backends.triton.kernels import coded_segments, segments
 from swd_fused.backends.triton.kernels.memory import segment_at, segments_of_program
 from swd_fused.backends.triton.kernels.schedule import bias_correction
-from swd_fused.backends.triton.kernels.segments import (
-    kept_squares,
-    sum_of_next_max,
-    sum_of_squares,
-    sum_of_stored,
-    update_segment,
-)
 from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, SLOT, SUM, TENSOR
 
 # Rows of a table that are added at once.
@@ -31,7 +24,7 @@ def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr
     for index in range(first, end):
         segment = segment_at(tables, index)
         if has_grad(segment):
-            squares = sum_of_squares(segment, GRAD, COMPUTE)
+            squares = segments.sum_of_squares(segment, GRAD, COMPUTE)
             # Scalars after the sum, or they would take registers from it.
             step = tl.load(tables.steps + segment.tensor) + 1
             beta2 = tl.load(segment.hyper_row + HYPER.beta2)
@@ -55,9 +48,9 @@ def max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG: tl.constexpr):
         if has_grad(segment):
             step = tl.load(tables.steps + segment.tensor) + 1
             if CONFIG.coded and has_codes(segment):
-                maxima = sum_of_next_max_coded(segment, grad_factor, CONFIG)
+                maxima = coded_segments.sum_of_next_max_coded(segment, grad_factor, CONFIG)
             else:
-                maxima = sum_of_next_max(segment, grad_factor, CONFIG)
+                maxima = segments.sum_of_next_max(segment, grad_factor, CONFIG)
             corrects_bias = tl.load(segment.hyper_row + HYPER.corrects_bias)
             total += maxima / bias_correction(tl.load(segment.hyper_row + HYPER.beta2), step, step, corrects_bias)
     tl.store(slots + tl.program_id(0) * SLOT.columns + SLOT.max_sum, total)
@@ -79,11 +72,11 @@ def update(
         if has_grad(segment):
             step = tl.load(tables.steps + segment.tensor) + 1
             if CONFIG.coded and has_codes(segment):
-                total, squares = update_coded_segment(
+                total, squares = coded_segments.update_coded_segment(
                     segment, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             else:
-                total, squares = update_segment(
+                total, squares = segments.update_segment(
                     segment, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             # Read once more, or it would take registers from every block in between.
@@ -91,7 +84,7 @@ def update(
             tl.store(sums + index * SUM.columns + SUM.total, total)
             tl.store(sums + index * SUM.columns + SUM.step, tl.load(tables.steps + updated.tensor) + 1)
             if SUM_GRADS:
-                grad_sum += kept_squares(squares, updated, CONFIG.grad, CONFIG.compute)
+                grad_sum += segments.kept_squares(squares, updated, CONFIG.grad, CONFIG.compute)
     if SUM_GRADS:
         tl.store(slots + tl.program_id(0) * SLOT.columns + SLOT.grad_sum, grad_sum)
 
@@ -106,9 +99,9 @@ def stored_sums(tables, sums, CONFIG: tl.constexpr):
         step = tl.load(tables.steps + segment.tensor).to(tl.float64)
         if tl.load(row + SUM.step) != step:
             if CONFIG.coded and has_codes(segment):
-                total = sum_of_coded(segment, CONFIG)
+                total = coded_segments.sum_of_coded(segment, CONFIG)
             else:
-                total = sum_of_stored(segment, CONFIG)
+                total = segments.sum_of_stored(segment, CONFIG)
             tl.store(row + SUM.total, total)
             tl.store(row + SUM.step, step)
 
