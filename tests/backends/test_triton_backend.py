@@ -15,7 +15,7 @@ from swd_fused import FusedAdamS
 from swd_fused.backends.triton import operands as triton_operands
 from swd_fused.backends.triton import plan
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import ALIGNED, GROUP
+from swd_fused.backends.triton.kernels.tables import TENSOR
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
 from swd_fused.tensors.transfer import from_host
 from tests.backends.triton_launches import launches
@@ -157,8 +157,8 @@ def test_the_table_has_the_tensors_addresses(uploads: list[Tensor]) -> None:
         tensors = param, param.grad, state["exp_avg"], state["exp_avg_sq"]
         assert row[:4] == [tensor.data_ptr() for tensor in tensors]
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        assert (row[ALIGNED.value], row[GROUP.value]) == (aligned, group)
-    assert not rows[1][ALIGNED.value]
+        assert (row[TENSOR.aligned], row[TENSOR.group]) == (aligned, group)
+    assert not rows[1][TENSOR.aligned]
 
 
 def test_tensors_in_memory_order_are_not_copied() -> None:

@@ -183,7 +183,7 @@ def test_row_major_tensors_take_part_as_they_are() -> None:
     triton = train("triton", start(SHAPES), Mode(), steps=1)
     (bucket,) = triton[1]._stepper._kept[0].buckets
     assert bucket.plan._operands._copies == []
-    aligned = bucket.plan._operands._host_table[:, tables.ALIGNED.value].tolist()
+    aligned = bucket.plan._operands._host_table[:, tables.TENSOR.aligned].tolist()
     by_shape = dict(zip([tuple(param.shape) for param in bucket.params], aligned, strict=True))
     assert by_shape[3, 512]
     assert by_shape[2, 600]  # its last blocks are short, but a multiple of a vector

@@ -130,14 +130,9 @@ def test_only_the_choice_imports_a_backend(module: str) -> None:
 # --- Columns that are coupled by position
 
 
-def triton_columns(names: list[str]) -> list[int]:
-    return [getattr(tables, name).value for name in names]
-
-
 def test_hyper_parameters_have_the_same_columns_in_all_languages() -> None:
-    names = [name.upper() for name in HyperRow._fields]
-    assert triton_columns(names) == list(range(len(names)))
-    assert tables.HYPER_COLUMNS.value == len(names)
+    assert tables.HYPER.value[:-1] == tuple(range(len(HyperRow._fields)))
+    assert tables.HYPER.value._fields == (*HyperRow._fields, "columns")
     header = (ROOT / "csrc" / "schedule.h").read_text()
     struct = re.search(r"struct Hyper \{(.*?)\};", header, re.DOTALL)
     assert struct is not None
@@ -147,24 +142,24 @@ def test_hyper_parameters_have_the_same_columns_in_all_languages() -> None:
 
 def test_operands_have_the_same_columns_in_python_and_triton() -> None:
     class Named:
-        params, grads_or_params = ["PARAM"], ["GRAD"]
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters = ["EXP_AVG"], ["EXP_AVG_SQ"], ["MAX_EXP_AVG_SQ"], ["MASTER"]
+        params, grads_or_params = ["param"], ["grad"]
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters = ["exp_avg"], ["exp_avg_sq"], ["max_exp_avg_sq"], ["master"]
 
-    columns = [f"{name}_ADDRESS" for (name,) in columns_of(Named())]  # type: ignore[arg-type]
-    assert triton_columns(columns) == list(range(len(columns)))
+    columns = [name for (name,) in columns_of(Named())]  # type: ignore[arg-type]
+    assert [getattr(tables.TENSOR, name) for name in columns] == list(range(len(columns)))
 
 
 def test_scales_have_the_same_columns_in_python_and_triton() -> None:
     class Named:
-        exp_avg_scales, exp_avg_sq_scales = ["EXP_AVG_SCALES"], ["EXP_AVG_SQ_SCALES"]
+        exp_avg_scales, exp_avg_sq_scales = ["exp_avg_scales"], ["exp_avg_sq_scales"]
 
-    scales = [f"{name}_ADDRESS" for (name,) in scales_of(Named())]  # type: ignore[arg-type]
-    columns = [*scales, "COLUMNS", "BLOCKS_PER_ROW", "FIRST_BLOCK", "BLOCK_PITCH"]
-    assert triton_columns(columns) == list(range(tables.CODEC_COLUMNS.value))
+    scales = [name for (name,) in scales_of(Named())]  # type: ignore[arg-type]
+    columns = (*scales, "row_length", "blocks_per_row", "first_block", "block_pitch", "columns")
+    assert tables.CODEC.value._fields == columns
     assert BlockNumbers._fields == ("first", "pitch")  # the last two
 
 
 def test_a_missing_gradient_has_the_same_address_in_all_languages() -> None:
     header = (ROOT / "csrc" / "cpu" / "operands.h").read_text()
     assert f"constexpr int64_t NO_GRAD = {NO_GRAD};" in header
-    assert f"GRAD_ADDRESS) != {NO_GRAD}" in Path(passes.__file__).read_text()
+    assert f"TENSOR.grad) != {NO_GRAD}" in Path(passes.__file__).read_text()

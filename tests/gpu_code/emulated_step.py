@@ -56,15 +56,15 @@ class EmulatedStep:
         moments = 3 if self.variant.amsgrad else 2
         self.memory = Memory(sum(self.numels) * 4 * 8 * (3 + moments) // 4 + len(params) * 8192 + (1 << 20))
         self.columns = {
-            tables.PARAM_ADDRESS.value: self._put_all(params, self.dtypes.param, offset),
-            tables.GRAD_ADDRESS.value: self._put_all(params, self.dtypes.grad, offset, writable=False),
-            tables.EXP_AVG_ADDRESS.value: self._put_moments("exp_avg", offset),
-            tables.EXP_AVG_SQ_ADDRESS.value: self._put_moments("exp_avg_sq", offset),
+            tables.TENSOR.param: self._put_all(params, self.dtypes.param, offset),
+            tables.TENSOR.grad: self._put_all(params, self.dtypes.grad, offset, writable=False),
+            tables.TENSOR.exp_avg: self._put_moments("exp_avg", offset),
+            tables.TENSOR.exp_avg_sq: self._put_moments("exp_avg_sq", offset),
         }
         if self.variant.amsgrad:
-            self.columns[tables.MAX_EXP_AVG_SQ_ADDRESS.value] = self._put_zeros(self.dtypes.averaged, offset)
+            self.columns[tables.TENSOR.max_exp_avg_sq] = self._put_zeros(self.dtypes.averaged, offset)
         if self.variant.master:
-            self.columns[tables.MASTER_ADDRESS.value] = self._put_all(params, self.dtypes.weight, offset)
+            self.columns[tables.TENSOR.master] = self._put_all(params, self.dtypes.weight, offset)
         self.scales = {
             key: {i: self._put(np.zeros(scales_shape(self.shapes[i]), np.float32)) for i in self.coded}
             for key in ("exp_avg", "exp_avg_sq")
@@ -76,8 +76,8 @@ class EmulatedStep:
         limits = [sum(self.numels), max_grad_norm, skip_nonfinite, rounding_start(rounding_seed)]
         self.at: dict[str, int] = {
             "results": self._put(np.zeros(3)),
-            "sums": self._put(np.zeros((len(self.segments), tables.SUM_COLUMNS.value))),
-            "slots": self._put(np.full((programs, tables.SLOT_COLUMNS.value), np.nan)),
+            "sums": self._put(np.zeros((len(self.segments), tables.SUM.columns))),
+            "slots": self._put(np.full((programs, tables.SLOT.columns), np.nan)),
             "steps": self._put(np.zeros(len(params), np.float32)),
             "counter": self._put(np.zeros(1, np.int32)),
             "last": self._put(np.zeros(2)),
@@ -93,7 +93,7 @@ class EmulatedStep:
         self.numbers = {"n_tensors": len(params), "n_segments": len(self.segments)}
 
     def set_grads(self, grads: Sequence[Tensor], grad_scale: float = 1.0, found_inf: bool = False) -> None:
-        for address, grad in zip(self.columns[tables.GRAD_ADDRESS.value], grads, strict=True):
+        for address, grad in zip(self.columns[tables.TENSOR.grad], grads, strict=True):
             self._write(address, raw_bytes((grad.double() * grad_scale).to(self.dtypes.grad)))
         self._write(self.at["grad_scale"], np.array([grad_scale], np.float32).view(np.uint8))
         self._write(self.at["found_inf"], np.array([found_inf], np.float32).view(np.uint8))
@@ -114,22 +114,19 @@ class EmulatedStep:
 
     def forget_sums(self, segments: int | None = None) -> None:
         """Makes the sums of the first `segments`, or of all, out of date."""
-        count = tables.SUM_COLUMNS.value * (len(self.segments) if segments is None else segments)
+        count = tables.SUM.columns * (len(self.segments) if segments is None else segments)
         self._write(self.at["sums"], np.full(count, -1.0).view(np.uint8))
 
-    def tensors(self, column: Any) -> list[Tensor]:
-        """By a constant of `tables`."""
-        return self._tensors(column.value)
-
-    def _tensors(self, column: int) -> list[Tensor]:
+    def tensors(self, column: int) -> list[Tensor]:
+        """By a column of `tables.TENSOR`."""
         kinds = {
-            tables.PARAM_ADDRESS.value: self.dtypes.param,
-            tables.EXP_AVG_ADDRESS.value: self.dtypes.exp_avg,
-            tables.EXP_AVG_SQ_ADDRESS.value: self.dtypes.exp_avg_sq,
-            tables.MAX_EXP_AVG_SQ_ADDRESS.value: self.dtypes.averaged,
-            tables.MASTER_ADDRESS.value: self.dtypes.weight,
+            tables.TENSOR.param: self.dtypes.param,
+            tables.TENSOR.exp_avg: self.dtypes.exp_avg,
+            tables.TENSOR.exp_avg_sq: self.dtypes.exp_avg_sq,
+            tables.TENSOR.max_exp_avg_sq: self.dtypes.averaged,
+            tables.TENSOR.master: self.dtypes.weight,
         }
-        codes = {tables.EXP_AVG_ADDRESS.value: torch.int8, tables.EXP_AVG_SQ_ADDRESS.value: torch.uint8}
+        codes = {tables.TENSOR.exp_avg: torch.int8, tables.TENSOR.exp_avg_sq: torch.uint8}
         dtypes = [
             codes.get(column, kinds[column]) if i in self.coded else kinds[column] for i in range(len(self.numels))
         ]
@@ -146,41 +143,41 @@ class EmulatedStep:
 
     @property
     def params(self) -> list[Tensor]:
-        return self.tensors(tables.PARAM_ADDRESS)
+        return self.tensors(tables.TENSOR.param)
 
     @property
     def weights(self) -> list[Tensor]:
         """What is updated: masters, or the parameters themselves."""
-        return self.tensors(tables.MASTER_ADDRESS) if self.variant.master else self.params
+        return self.tensors(tables.TENSOR.master) if self.variant.master else self.params
 
     def state(self) -> list[Tensor]:
         """Parameters, moments and masters."""
-        columns = [column for column in self.columns if column != tables.GRAD_ADDRESS.value]
-        return [tensor for column in columns for tensor in self._tensors(column)]
+        columns = [column for column in self.columns if column != tables.TENSOR.grad]
+        return [tensor for column in columns for tensor in self.tensors(column)]
 
     def everything(self) -> bytes:
         """All memory, for comparisons bit by bit."""
         return self.memory.bytes[: self.memory.top].tobytes()
 
     def _tensor_table(self, groups: Sequence[dict[str, Any]]) -> Array:
-        table = np.zeros((len(self.numels), tables.TENSOR_COLUMNS.value), np.int64)
+        table = np.zeros((len(self.numels), tables.TENSOR.columns), np.int64)
         for column, addresses in self.columns.items():
             table[:, column] = addresses
-        table[:, tables.ALIGNED.value] = (table[:, list(self.columns)] % ALIGNMENT == 0).all(1)
+        table[:, tables.TENSOR.aligned] = (table[:, list(self.columns)] % ALIGNMENT == 0).all(1)
         for i in self.coded:
             rows, columns = rows_and_columns(self.shapes[i])
-            table[i, tables.ALIGNED.value] &= rows == 1 or columns % ROW_ALIGNMENT.value == 0
+            table[i, tables.TENSOR.aligned] &= rows == 1 or columns % ROW_ALIGNMENT.value == 0
         for number, group in enumerate(groups):
-            table[group["params"], tables.GROUP.value] = number
-        table[:, tables.TENSOR_ID.value] = range(len(self.numels))
-        table[:, tables.ROW_LENGTH.value] = np.maximum(self.numels, 1)
+            table[group["params"], tables.TENSOR.group] = number
+        table[:, tables.TENSOR.number] = range(len(self.numels))
+        table[:, tables.TENSOR.row_length] = np.maximum(self.numels, 1)
         return table
 
     def _codec_table(self) -> Array:
         """The first tensor's row is the last one."""
         if not self.variant.coded:
             return np.zeros(0, np.int64)
-        table = np.zeros((len(self.numels), tables.CODEC_COLUMNS.value), np.int64)
+        table = np.zeros((len(self.numels), tables.CODEC.columns), np.int64)
         for i in self.coded:
             per_row = scales_shape(self.shapes[i])[-1]
             addresses = (self.scales[key][i] for key in ("exp_avg", "exp_avg_sq"))

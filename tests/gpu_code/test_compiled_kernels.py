@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
-from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.kernels import kernels, passes, tables
 from swd_fused.backends.triton.launch import FEW_SPILLS, Launcher, resident_programs
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, submit
@@ -149,3 +150,12 @@ def test_a_compiler_that_spills_is_given_more_registers(
     compiled = Launcher(kernel, torch.device("cuda"), {}, {"maxnreg": 128}).compiled()
     assert seen == tried
     assert compiled.registers == tried[-1]
+
+
+def test_kernels_are_compiled_anew_when_columns_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return JITFunction(passes.advance_steps.fn).cache_key
+
+    before = key()
+    monkeypatch.setattr(passes, "TENSOR", tables.Columns("grad", "param"))
+    assert key() != before

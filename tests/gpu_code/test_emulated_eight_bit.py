@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.backends.triton.kernels.tables import EXP_AVG_ADDRESS, EXP_AVG_SQ_ADDRESS, EXP_AVG_SQ_MEAN
+from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES
 
@@ -52,7 +52,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
             param.grad = grad.clone()
         plain.step()
     assert model.coded == [0, 2, 3, 5, 6, 7]
-    codes = {"exp_avg": model.tensors(EXP_AVG_ADDRESS), "exp_avg_sq": model.tensors(EXP_AVG_SQ_ADDRESS)}
+    codes = {"exp_avg": model.tensors(TENSOR.exp_avg), "exp_avg_sq": model.tensors(TENSOR.exp_avg_sq)}
     for i, param in enumerate(plain_params):
         state = plain.state[param]
         if i in model.coded:
@@ -65,7 +65,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
         close = torch.isclose(model.weights[i].view_as(weight), weight, rtol=2**-7 if weight.itemsize == 2 else 1e-6)
         assert (~close).double().mean() <= 1e-3
     if kernel == EXACT:
-        mean = model.get("results")[EXP_AVG_SQ_MEAN.value]
+        mean = model.get("results")[RESULT.exp_avg_sq_mean]
         np.testing.assert_allclose(mean, float(plain.exp_avg_sq_mean), rtol=1e-6)
 
 

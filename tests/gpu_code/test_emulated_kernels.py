@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton.kernels.tables import (
-    EXP_AVG_ADDRESS,
-    EXP_AVG_SQ_ADDRESS,
-    EXP_AVG_SQ_MEAN,
-    GRAD_NORM,
-    MAX_EXP_AVG_SQ_ADDRESS,
-    SKIPPED,
-)
+from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.tensors.element_numbers import ElementNumbers
 from tests.definition import WRONG, AdamS, MeanOfStepBefore
@@ -105,17 +98,17 @@ def test_steps_are_as_near_to_the_definition_as_plain_pytorch(
     )
     for tensors, plain_tensors, right in (
         (model.weights, plain["weight"], reference.params),
-        (model.tensors(EXP_AVG_ADDRESS), plain["exp_avg"], reference.exp_avg),
-        (model.tensors(EXP_AVG_SQ_ADDRESS), plain["exp_avg_sq"], reference.exp_avg_sq),
+        (model.tensors(TENSOR.exp_avg), plain["exp_avg"], reference.exp_avg),
+        (model.tensors(TENSOR.exp_avg_sq), plain["exp_avg_sq"], reference.exp_avg_sq),
     ):
         assert error(tensors, right) <= 2 * error(plain_tensors, right)
     if amsgrad:
-        maxima = model.tensors(MAX_EXP_AVG_SQ_ADDRESS)
+        maxima = model.tensors(TENSOR.max_exp_avg_sq)
         assert error(maxima, reference.max_exp_avg_sq) <= 2 * error(plain["max_exp_avg_sq"], reference.max_exp_avg_sq)
     results = model.get("results")
-    np.testing.assert_allclose(results[GRAD_NORM.value], float(reference.grad_norm), rtol=1e-7)
+    np.testing.assert_allclose(results[RESULT.grad_norm], float(reference.grad_norm), rtol=1e-7)
     if not lagged:
-        np.testing.assert_allclose(results[EXP_AVG_SQ_MEAN.value], float(reference.exp_avg_sq_mean), rtol=1e-6)
+        np.testing.assert_allclose(results[RESULT.exp_avg_sq_mean], float(reference.exp_avg_sq_mean), rtol=1e-6)
     np.testing.assert_array_equal(model.get("steps", np.float32), STEPS)
 
 
@@ -204,9 +197,9 @@ def test_nothing_changes_where_an_infinity_was_found(kernel: str, configuration:
     after = [model.get("sums"), model.get("steps"), model.get("last"), *model.state()]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     results = model.get("results")
-    assert results[SKIPPED.value] == 1
+    assert results[RESULT.skipped] == 1
     norm = np.sqrt(sum(float(grad.double().square().sum()) for grad in grads[2]))
-    np.testing.assert_allclose(results[GRAD_NORM.value], norm, rtol=1e-7)
+    np.testing.assert_allclose(results[RESULT.grad_norm], norm, rtol=1e-7)
     assert model.get("counter", np.int32) == 0
 
 
@@ -218,7 +211,7 @@ def test_with_beta1_zero_exp_avg_is_the_gradient() -> None:
         grads = [size * (1 + torch.rand(shape)) for shape in SMALL]
         model.set_grads(grads)
         model.launch(EXACT)
-    assert all(map(torch.equal, model.tensors(EXP_AVG_ADDRESS), grads))
+    assert all(map(torch.equal, model.tensors(TENSOR.exp_avg), grads))
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)

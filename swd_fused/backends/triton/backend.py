@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import GRAD_SUM, MAX_SUM, SUM, TENSOR
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
 from swd_fused.schedule import Gate, bias_corrections
@@ -41,20 +41,18 @@ class TritonBackend:
         plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
         for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
-            written = row, part.slots, part.counter
-            read = part.sums, bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
-            plan.launcher(kernels.gradient_sums_kernel, bucket, part)(part.programs, *written, *read)
-        return totals.sum(0)[GRAD_SUM.value : MAX_SUM.value]
+            written = row, part.sums, part.slots, part.counter
+            plan.launch(kernels.gradient_sums_kernel, bucket, part, written)
+        return totals.sum(0)[SLOT.grad_sum : SLOT.max_sum]
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan: Plan = bucket.plan
         totals = plan.new_totals(bucket)
+        factor = plan.one if grad_factor is None else grad_factor
         for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.slots, part.counter
-            read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
-            run = plan.launcher(kernels.max_exp_avg_sq_sum_kernel, bucket, part)
-            run(part.programs, *written, *read, plan.one if grad_factor is None else grad_factor)
-        return totals[:, MAX_SUM.value].sum()
+            plan.launch(kernels.max_exp_avg_sq_sum_kernel, bucket, part, written, factor)
+        return totals[:, SLOT.max_sum].sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         plan: Plan = bucket.plan
@@ -68,7 +66,7 @@ class TritonBackend:
         bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
         weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
         sums = [
-            part.sums[: part.n_segments, SUM.value] * weights[part.segments[:, TENSOR.value]]
+            part.sums[: part.n_segments, SUM.total] * weights[part.segments[:, SEGMENT.tensor]]
             for part in plan.parts_for(PASSES, bucket)
         ]
         weight = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / bias_correction2, 0.0).sum()
@@ -80,21 +78,20 @@ class TritonBackend:
         plan: Plan = bucket.plan
         plan.last = None
         totals = plan.new_totals(bucket)
-        scalars = (
+        read = (
+            plan.limits(bucket),
             exp_avg_sq_mean,
             plan.one if grad_factor is None else grad_factor,
             plan.zero if skip is None else skip,
         )
         for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
             written = row, part.sums, part.slots, part.counter
-            read = bucket.steps, plan.table, part.segments, part.program_segments, bucket.hyper.table
-            run = plan.launcher(kernels.update_kernel, bucket, part, sum_grads)
-            run(part.programs, *written, *read, plan.limits(bucket), *scalars)
+            plan.launch(kernels.update_kernel, bucket, part, written, *read, sum_grads=sum_grads)
         advance = bucket.has_grad.to(torch.float32)
         bucket.steps += advance if skip is None else advance * (1 - skip)
         plan.last = None
         plan.end(bucket)
-        return totals[:, GRAD_SUM.value].sum()
+        return totals[:, SLOT.grad_sum].sum()
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         plan: Plan = bucket.plan
@@ -103,24 +100,23 @@ class TritonBackend:
         kernel = kernels.lagged_step_kernel if lagged else kernels.exact_step_kernel
         (part,) = plan.parts_for(kernel, bucket)
         results = torch.empty(3, dtype=torch.float64, device=bucket.device)
-        written = results, part.sums, part.slots, bucket.steps
-        scale = (
+        written = results, part.sums, part.slots, part.counter
+        read = (
+            plan.limits(bucket, gate.max_grad_norm),
             plan.no_scale if gate.grad_scale is None else gate.grad_scale,
             plan.no_inf if gate.found_inf is None else gate.found_inf,
+            len(bucket.params),
         )
-        limits = plan.limits(bucket, gate.max_grad_norm)
-        read = plan.table, part.segments, part.program_segments, bucket.hyper.table, limits, *scale
-        run = plan.launcher(kernel, bucket, part)
         if lagged:
             corrections = [(row.beta2, row.corrects_bias) for row in bucket.hyper.rows]
             if plan.last is None or plan.corrections_of_last != corrections:
                 plan.corrections_of_last = corrections
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
-            run(part.programs, *written, plan.last, part.counter, *read, len(bucket.params), part.n_segments)
+            plan.launch(kernel, bucket, part, (*written, plan.last), *read, part.n_segments)
         else:
             try:
-                run(part.programs, *written, part.counter, *read, len(bucket.params))
+                plan.launch(kernel, bucket, part, written, *read)
             except RuntimeError as error:
                 if not refuses_cooperation(error, bucket.device):
                     raise

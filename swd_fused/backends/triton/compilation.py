@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import triton.language as tl
 
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
-from swd_fused.backends.triton.parts import LOADS_IN_FLIGHT, Dtypes
+from swd_fused.backends.triton.parts import Dtypes
 from swd_fused.tensors.bucket import Bucket
 
-# Blocks of 8-bit codes that a program takes at once, a multiple of its warps.
-BLOCKS_IN_FLIGHT = 4
+# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
+# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
+LOADS_IN_FLIGHT = 2
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 class Variant(NamedTuple):
@@ -42,13 +52,18 @@ def launcher_for(
     return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
 
 
+# What the kernels see of that: Triton's dtypes, and elements in an access, in a block, and in one of the shorter blocks
+# where elements are taken singly, whose masks and addresses take many registers.
+Config = cast(Any, namedtuple("Config", [*Dtypes._fields, "compute", "vector", "block", "tail", *Variant._fields]))
+
+
 def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
-    flags = {name.upper(): value for name, value in variant._asdict().items()}
-    constants = {**dtypes.constants(), **flags, "CODED": 0, "SUM_GRADS": sum_grads}
-    if variant.coded:
-        # Tensors without codes are few and small then, and must not be what decides about registers.
-        constants.update(CODED=BLOCKS_IN_FLIGHT, BLOCK=constants["BLOCK"] // LOADS_IN_FLIGHT)
-    return constants
+    """Returns the compile-time constants by the kernels' names for them."""
+    vectors = THREADS * dtypes.vector
+    # Tensors without codes are few and small among those that have them, and must not be what decides about registers.
+    sizes = dtypes.vector, vectors if variant.coded else LOADS_IN_FLIGHT * vectors, vectors // 2
+    config = Config(*(TRITON_DTYPES[dtype] for dtype in (*dtypes, dtypes.compute)), *sizes, *variant)
+    return {"CONFIG": config, "GRAD": config.grad, "COMPUTE": config.compute, "SUM_GRADS": sum_grads}
 
 
 def compile_options(kernel: Any, dtypes: Dtypes, hip: bool, warp_size: int) -> dict[str, Any]:

@@ -7,26 +7,13 @@ from torch import Tensor
 
 from swd_fused.backends.address_table import int64s
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
-from swd_fused.backends.triton.kernels.tables import (
-    ALIGNED,
-    BLOCK_PITCH,
-    BLOCKS_PER_ROW,
-    CODEC_COLUMNS,
-    COLUMNS,
-    FIRST_BLOCK,
-    FIRST_NUMBER,
-    GRAD_ADDRESS,
-    GROUP,
-    ROW_PITCH,
-    TENSOR_COLUMNS,
-    TENSOR_ID,
-)
+from swd_fused.backends.triton.kernels.tables import CODEC, TENSOR
 from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.state.eight_bit import rows_and_columns, scales_shape
 from swd_fused.tensors.bucket import NO_GRAD, Bucket
 from swd_fused.tensors.transfer import from_host
 
-GRADS = GRAD_ADDRESS.value  # the column that is only read
+GRADS = TENSOR.grad  # the column that is only read
 
 
 class Operands:
@@ -92,16 +79,16 @@ class Operands:
             for i, tensor in enumerate(tensors)
             if walked[column][i] is not tensor
         ]
-        table = torch.zeros(len(bucket.params), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
+        table = torch.zeros(len(bucket.params), TENSOR.columns, dtype=torch.int64, device="cpu")
         used = [column for column, tensors in enumerate(walked[: len(operands)]) if tensors and column != GRADS]
         for column in used:
             table[:, column] = int64s(map(Tensor.data_ptr, walked[column]))
-        table[:, GROUP.value] = int64s(bucket.group_indices)
-        table[:, TENSOR_ID.value] = int64s(bucket.numbers)
+        table[:, TENSOR.group] = int64s(bucket.group_indices)
+        table[:, TENSOR.number] = int64s(bucket.numbers)
         for row, numbers, param in zip(table, bucket.element_numbers, bucket.params, strict=False):
             # What takes more than one division is numbered from its first element on.
             rows = numbers.rows(param.shape) or (numbers.first, param.numel(), 0)
-            row[FIRST_NUMBER.value : ROW_PITCH.value + 1] = int64s(rows)
+            row[TENSOR.first_number : TENSOR.row_pitch + 1] = int64s(rows)
         self._others_are_aligned = (table[:, used] % ALIGNMENT == 0).all(1)
         self._host_table, self._codecs = table, None
         if bucket.coded:
@@ -120,7 +107,7 @@ class Operands:
         aligned = self._others_are_aligned & ((grads % ALIGNMENT == 0) | (grads == NO_GRAD))
         if self._aligned is not None and not torch.equal(aligned, self._aligned):
             self.realigned = aligned != self._aligned
-        self._host_table[:, ALIGNED.value] = self._aligned = aligned
+        self._host_table[:, TENSOR.aligned] = self._aligned = aligned
         if self._codecs is None:
             self.table = from_host(self._host_table, bucket.device)
         else:
@@ -141,14 +128,14 @@ def scales_of(bucket: Bucket) -> list[list[Tensor]]:
 
 def codec_table(bucket: Bucket, scales: list[list[Tensor]]) -> Tensor:
     """Returns a row for each tensor, of zeros where it has no codes."""
-    table = torch.zeros(len(bucket.params), CODEC_COLUMNS.value, dtype=torch.int64, device="cpu")
+    table = torch.zeros(len(bucket.params), CODEC.columns, dtype=torch.int64, device="cpu")
     for index in bucket.coded:
         shape, numbers = bucket.params[index].shape, bucket.block_numbers[index]
         for column, tensors in enumerate(scales):
             table[index, column] = tensors[index].data_ptr()
-        table[index, COLUMNS.value] = rows_and_columns(shape)[1]
-        table[index, BLOCKS_PER_ROW.value] = scales_shape(shape)[-1]
-        table[index, FIRST_BLOCK.value], table[index, BLOCK_PITCH.value] = numbers
+        table[index, CODEC.row_length] = rows_and_columns(shape)[1]
+        table[index, CODEC.blocks_per_row] = scales_shape(shape)[-1]
+        table[index, CODEC.first_block], table[index, CODEC.block_pitch] = numbers
     return table
 
 

@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_COLUMNS
-from swd_fused.backends.triton.launch import BLOCK, THREADS
+from swd_fused.backends.triton.kernels.tables import SLOT, SUM
+from swd_fused.backends.triton.launch import BLOCK
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import blocks_of_row
 from swd_fused.tensors.transfer import from_host
@@ -24,18 +23,6 @@ MAX_SEGMENT = 512 * BLOCK
 SEGMENT_COST = 2 * BLOCK
 
 ALIGNMENT = 16
-
-# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
-# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
-LOADS_IN_FLIGHT = 2
-
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
-
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 
@@ -112,12 +99,6 @@ class Dtypes(NamedTuple):
         warp is one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses."""
         return ALIGNMENT // max(dtype.itemsize for dtype in self)
 
-    def constants(self) -> dict[str, Any]:
-        """Returns the compile-time constants by the kernels' names for them."""
-        dtypes = {name.upper(): TRITON_DTYPES[dtype] for name, dtype in self._asdict().items()}
-        block = LOADS_IN_FLIGHT * THREADS * self.vector
-        return {**dtypes, "COMPUTE": TRITON_DTYPES[self.compute], "VECTOR": self.vector, "BLOCK": block}
-
 
 class Part:
     """The tensors of a bucket that have one combination of dtypes: what one launch serves."""
@@ -140,7 +121,7 @@ class Part:
         self.segments = from_host(rows, device)
         self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
         # -1 is no step count: nothing is known yet.
-        self.sums = torch.full((max(1, self.n_segments), SUM_COLUMNS.value), -1.0, dtype=torch.float64, device=device)
-        self.slots = torch.zeros(self.programs, SLOT_COLUMNS.value, dtype=torch.float64, device=device)
+        self.sums = torch.full((max(1, self.n_segments), SUM.columns), -1.0, dtype=torch.float64, device=device)
+        self.slots = torch.zeros(self.programs, SLOT.columns, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.launchers: dict[tuple[Any, bool], Any] = {}  # by kernel, and whether it sums gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton.compilation import launcher_for, programs_on, variant_of
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SLOT_COLUMNS, SUM_STEP, TENSOR
-from swd_fused.backends.triton.launch import Launcher
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns
@@ -78,8 +78,7 @@ class Plan:
         parts = self._parts[kernel]
         if parts is not self._with_sums:
             for part in parts:
-                read = bucket.steps, self.table, part.segments, part.program_segments, bucket.hyper.table
-                self.launcher(kernels.stored_sums_kernel, bucket, part)(part.programs, part.sums, *read)
+                self.launch(kernels.stored_sums_kernel, bucket, part, [part.sums])
             self._with_sums, self.last = parts, None
         return parts
 
@@ -91,28 +90,38 @@ class Plan:
     def _forget_sums_of(self, tensors: Tensor) -> None:
         """Has these read once more, in the order in which a run that is resumed now reads them."""
         for part in chain.from_iterable(self._parts.values()):
-            known = part.sums[: part.n_segments, SUM_STEP.value]
-            known.masked_fill_(tensors[part.segments[:, TENSOR.value]], -1.0)
+            known = part.sums[: part.n_segments, SUM.step]
+            known.masked_fill_(tensors[part.segments[:, SEGMENT.tensor]], -1.0)
         self._forget_sums()
 
     def _forget_sums(self) -> None:
         self._with_sums = self.last = None
 
-    def launcher(self, kernel: Any, bucket: Bucket, part: Part, sum_grads: bool = False) -> Launcher:
+    def launch(
+        self,
+        kernel: Any,
+        bucket: Bucket,
+        part: Part,
+        written: Sequence[Tensor],
+        *others: Tensor | int,
+        sum_grads: bool = False,
+    ) -> None:
+        """Launches a kernel with its first arguments, the tables that all kernels read, and its last arguments."""
         launcher = part.launchers.get((kernel, sum_grads))
         if launcher is None:
             variant = variant_of(bucket, part.dtypes, part.coded)
             launcher = launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
             part.launchers[kernel, sum_grads] = launcher
-        return launcher
+        tables = bucket.steps, self.table, part.segments, part.program_segments, bucket.hyper.table
+        programs = 1 if kernel is kernels.last_exp_avg_sq_sum_kernel else part.programs
+        launcher(programs, *written, *tables, *others)
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
-        return torch.empty(self.n_parts, SLOT_COLUMNS.value, dtype=torch.float64, device=bucket.device)
+        return torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
 
     def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
-        run = self.launcher(kernels.last_exp_avg_sq_sum_kernel, bucket, part)
-        run(1, last, part.sums, bucket.steps, self.table, part.segments, bucket.hyper.table, part.n_segments)
+        self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, [last, part.sums], part.n_segments)
 
     def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
         key = max_grad_norm, bucket.numel

@@ -5,42 +5,18 @@ Segments are walked in tiles of blocks: in vectors where the tensor is aligned, 
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.eight_bit import (
-    BLOCK_LENGTH,
-    LARGEST_CODE,
-    LARGEST_ROOT_CODE,
-    encoded,
-    load_scales,
-    load_tile,
-    segment_blocks,
-    store_tile,
-    sums_of_blocks,
-    tile_at,
-    tile_noise,
-)
-from swd_fused.backends.triton.kernels.element import larger, square_root, update_element
-from swd_fused.backends.triton.kernels.memory import elements
-from swd_fused.backends.triton.kernels.rounding import (
-    moment_key,
-    segment_rounding,
-    stochastically_rounded_in_blocks,
-)
-from swd_fused.backends.triton.kernels.segments import segment_scalars
-from swd_fused.backends.triton.kernels.tables import (
-    ALIGNED,
-    BETA2,
-    EXP_AVG_ADDRESS,
-    EXP_AVG_SCALES_ADDRESS,
-    EXP_AVG_SQ_ADDRESS,
-    EXP_AVG_SQ_SCALES_ADDRESS,
-    GRAD_ADDRESS,
-    MASTER_ADDRESS,
-    MAX_EXP_AVG_SQ_ADDRESS,
-    PARAM_ADDRESS,
-)
+from swd_fused.backends.triton.kernels import eight_bit
+from swd_fused.backends.triton.kernels.eight_bit import BLOCK_LENGTH, Tiling
+from swd_fused.backends.triton.kernels.element import next_max, square_root, update_element
+from swd_fused.backends.triton.kernels.memory import elements, operands_of
+from swd_fused.backends.triton.kernels.rounding import moment_key, segment_rounding, stochastically_rounded_in_blocks
+from swd_fused.backends.triton.kernels.segments import next_max_scalars, segment_scalars
+from swd_fused.backends.triton.kernels.tables import CODEC, LIMIT, TENSOR
 
 # Rows that are a multiple of it are aligned if the first one is: 16 bytes of the narrowest operand that is read in 128
 # bits, 16-bit gradients.
@@ -49,74 +25,65 @@ ROW_ALIGNMENT = tl.constexpr(8)
 # Neighbours in a tile that a warp has, for each element in an access; on AMD, half a warp.
 LANES = tl.constexpr(32)
 
-# The same for two warps, and how many blocks are taken at once, of what is not aligned.
+# How many blocks are taken at once, a multiple of a program's warps.
+BLOCKS_IN_FLIGHT = tl.constexpr(4)
+
+# The same where elements are not aligned: neighbours of two warps, and blocks.
 UNALIGNED_WIDTH = tl.constexpr(64)
-UNALIGNED = tl.constexpr(2)
+UNALIGNED_BLOCKS = tl.constexpr(2)
+
+# Pointers to the scales of a segment's blocks.
+Scales = namedtuple("Scales", "exp_avg exp_avg_sq")
 
 
 @triton.jit
-def is_in_vectors(tensor_row, count):
+def is_in_vectors(segment):
     """Whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
-    return (tl.load(tensor_row + ALIGNED) != 0) & (count % ROW_ALIGNMENT == 0)
+    return (tl.load(segment.row + TENSOR.aligned) != 0) & (segment.count % ROW_ALIGNMENT == 0)
+
+
+@triton.jit
+def scales_of(segment, blocks):
+    exp_avg = elements(segment.codec_row, CODEC.exp_avg_scales, blocks.first, tl.float32)
+    return Scales(exp_avg, elements(segment.codec_row, CODEC.exp_avg_sq_scales, blocks.first, tl.float32))
 
 
 @triton.jit
 def update_coded_segment(
-    tensor_row, codec_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, AVERAGED: tl.constexpr, WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
-    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, ADDS_L2: tl.constexpr,
-    SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    segment, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
     """Returns what `segments.update_segment` does."""
-    scalars = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)
-    first, counts, number, gap = segment_blocks(codec_row, start, count)
-    param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
-    if MASTER:
-        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
-    else:
-        weight = param
-    operands = (
-        param,
-        weight,
-        elements(tensor_row, EXP_AVG_ADDRESS, start, tl.int8),
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SCALES_ADDRESS, first, tl.float32),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
-        elements(tensor_row, GRAD_ADDRESS, start, GRAD),
-    )
-    numbers = moment_key(rounding_start, tensor_row, step), number, gap
-    if STOCHASTIC:
-        rounding = segment_rounding(rounding_start, tensor_row, step, start)
-    else:
-        rounding = 0
-    if is_in_vectors(tensor_row, count):
+    rounding_start = tl.load(limits + LIMIT.rounding_start)
+    scalars = segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG)
+    blocks = eight_bit.segment_blocks(segment)
+    operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
+    key = moment_key(rounding_start, segment, step)
+    rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
+    if is_in_vectors(segment):
         total, squares = update_tiles(
-            operands, counts, numbers, rounding, scalars,
-            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, LANES * VECTOR, VECTOR, TILE,
+            operands, scales, blocks, key, rounding, scalars, CONFIG, SUM_GRADS,
+            Tiling(LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT),
         )  # fmt: skip
     else:
         total, squares = update_tiles(
-            operands, counts, numbers, rounding, scalars,
-            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, UNALIGNED_WIDTH, 1, UNALIGNED,
+            operands, scales, blocks, key, rounding, scalars, CONFIG, SUM_GRADS,
+            Tiling(UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS),
         )  # fmt: skip
     return total, squares
 
 
 @triton.jit
 def update_tiles(
-    operands, counts, numbers, rounding, scalars,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    operands, scales, blocks, key, rounding, scalars, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, TILING
 ):  # fmt: skip
-    total = tl.zeros([TILE], tl.float64)
-    grad_total = tl.zeros([TILE, WIDTH], COMPUTE)
-    end = (counts[0] + TILE - 1) // TILE * TILE
-    for back in range(TILE, end + TILE, TILE):
+    total = tl.zeros([TILING.BLOCKS], tl.float64)
+    grad_total = tl.zeros([TILING.BLOCKS, TILING.WIDTH], CONFIG.compute)
+    end = (blocks.count + TILING.BLOCKS - 1) // TILING.BLOCKS * TILING.BLOCKS
+    for back in range(TILING.BLOCKS, end + TILING.BLOCKS, TILING.BLOCKS):
+        tile = eight_bit.tile_at(end - back, blocks, TILING)
         averaged, squares = update_tile(
-            operands, end - back, counts, numbers, rounding, scalars,
-            COMPUTE, AMSGRAD, MASTER, STOCHASTIC, SUM_GRADS, WIDTH, VECTOR, TILE,
-        )  # fmt: skip
+            operands, scales, tile, blocks, key, rounding, scalars, CONFIG, SUM_GRADS, TILING.VECTOR
+        )
         total += averaged
         if SUM_GRADS:
             grad_total += squares
@@ -125,131 +92,96 @@ def update_tiles(
 
 @triton.jit
 def update_tile(
-    operands, begin, counts, numbers, rounding, scalars,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    operands, scales, tile, blocks, key, rounding, scalars,
+    CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Returns by block the sum of the second moments whose mean is the schedule, as they are stored, and grad^2 added
     within threads, at once, or gradients would take registers to the end."""
-    param, weight, codes, root_codes, scales, root_scales, max_exp_avg_sq, grad = operands
-    block, row, offset, inside, mask = tile_at(begin, counts, WIDTH, VECTOR, TILE)
-    g = load_tile(grad, offset, inside, mask, COMPUTE, VECTOR)
-    p = load_tile(weight, offset, inside, mask, COMPUTE, VECTOR)
-    m = load_tile(codes, offset, inside, mask, COMPUTE, VECTOR) * load_scales(scales, block, counts)[None, :, None]
-    root = load_tile(root_codes, offset, inside, mask, COMPUTE, VECTOR)
-    root *= load_scales(root_scales, block, counts)[None, :, None]
+    g = eight_bit.load_tile(operands.grad, tile, CONFIG.compute, VECTOR)
+    p = eight_bit.load_tile(operands.weight, tile, CONFIG.compute, VECTOR)
+    m = eight_bit.decoded(operands.exp_avg, scales.exp_avg, tile, blocks, CONFIG.compute, VECTOR)
+    root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
     v = root * root
     largest = v
-    if AMSGRAD:
-        largest = load_tile(max_exp_avg_sq, offset, inside, mask, COMPUTE, VECTOR)
-    if SUM_GRADS:
-        squares = tl.sum(g * g, axis=0)
-    else:
-        squares = 0
-    (
-        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
-        step_size,
-    ) = scalars  # fmt: skip
-    p, m, v, largest, averaged, root = update_element(
-        p, m, v, largest, g, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
-        inv_sqrt_bias_correction2, eps, factor, step_size, AMSGRAD,
-    )  # fmt: skip
-    if MASTER:
-        store_tile(weight, p, offset, inside, mask, VECTOR)
-    if STOCHASTIC:
-        p = stochastically_rounded_in_blocks(p, rounding, offset, inside)
-    store_tile(param, p, offset, inside, mask, VECTOR)
-    if AMSGRAD:
-        store_tile(max_exp_avg_sq, largest, offset, inside, mask, VECTOR)
+    if CONFIG.amsgrad:
+        largest = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
+    squares = tl.sum(g * g, axis=0) if SUM_GRADS else 0
+    p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
+    if CONFIG.master:
+        eight_bit.store_tile(operands.weight, p, tile, VECTOR)
+    if CONFIG.stochastic:
+        p = stochastically_rounded_in_blocks(p, rounding, tile.offset, tile.inside)
+    eight_bit.store_tile(operands.param, p, tile, VECTOR)
+    if CONFIG.amsgrad:
+        eight_bit.store_tile(operands.max_exp_avg_sq, largest, tile, VECTOR)
         root = square_root(v)
-    key, number, gap = numbers
-    noise, root_noise = tile_noise(key, number, gap, block, row, inside)
-    m, new_scales = encoded(m, noise, LARGEST_CODE, True)
-    v, new_root_scales = encoded(root, root_noise, LARGEST_ROOT_CODE, False)
-    store_tile(codes, m, offset, inside, mask, VECTOR)
-    store_tile(root_codes, v, offset, inside, mask, VECTOR)
-    tl.store(scales + block, new_scales, mask=block < counts[0])
-    tl.store(root_scales + block, new_root_scales, mask=block < counts[0])
-    if AMSGRAD:
+    noise, root_noise = eight_bit.tile_noise(key, blocks, tile)
+    m, new_scales = eight_bit.encoded(m, noise, True)
+    v, new_root_scales = eight_bit.encoded(root, root_noise, False)
+    eight_bit.store_tile(operands.exp_avg, m, tile, VECTOR)
+    eight_bit.store_tile(operands.exp_avg_sq, v, tile, VECTOR)
+    tl.store(scales.exp_avg + tile.block, new_scales, mask=tile.block < blocks.count)
+    tl.store(scales.exp_avg_sq + tile.block, new_root_scales, mask=tile.block < blocks.count)
+    if CONFIG.amsgrad:
         sums = tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
     else:
-        sums = sums_of_blocks(v, new_root_scales, mask)
+        sums = eight_bit.sums_of_blocks(v, new_root_scales, tile.mask)
     return sums, squares
 
 
 @triton.jit
-def sum_of_coded(
-    tensor_row, codec_row, start, count,
-    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def sum_of_coded(segment, CONFIG: tl.constexpr):
     """In the order in which `update_coded_segment` adds, so the result has the same bits."""
-    first, counts, _, _ = segment_blocks(codec_row, start, count)
-    operands = (
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
-    )
-    if is_in_vectors(tensor_row, count):
-        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, LANES * VECTOR, VECTOR, TILE)
+    blocks = eight_bit.segment_blocks(segment)
+    operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
+    if is_in_vectors(segment):
+        total = sum_of_tiles(
+            operands, scales, blocks, CONFIG, Tiling(LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT)
+        )
     else:
-        total = sum_of_tiles(operands, counts, COMPUTE, AMSGRAD, UNALIGNED_WIDTH, 1, UNALIGNED)
+        total = sum_of_tiles(operands, scales, blocks, CONFIG, Tiling(UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS))
     return total
 
 
 @triton.jit
-def sum_of_tiles(
-    operands, counts,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    root_codes, root_scales, max_exp_avg_sq = operands
-    total = tl.zeros([TILE], tl.float64)
-    end = (counts[0] + TILE - 1) // TILE * TILE
-    for back in range(TILE, end + TILE, TILE):
-        block, _, offset, inside, mask = tile_at(end - back, counts, WIDTH, VECTOR, TILE)
-        if AMSGRAD:
-            averaged = load_tile(max_exp_avg_sq, offset, inside, mask, COMPUTE, VECTOR)
+def sum_of_tiles(operands, scales, blocks, CONFIG: tl.constexpr, TILING):
+    total = tl.zeros([TILING.BLOCKS], tl.float64)
+    end = (blocks.count + TILING.BLOCKS - 1) // TILING.BLOCKS * TILING.BLOCKS
+    for back in range(TILING.BLOCKS, end + TILING.BLOCKS, TILING.BLOCKS):
+        tile = eight_bit.tile_at(end - back, blocks, TILING)
+        if CONFIG.amsgrad:
+            averaged = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
             total += tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
         else:
-            codes = load_tile(root_codes, offset, inside, mask, tl.int32, VECTOR)
-            total += sums_of_blocks(codes, load_scales(root_scales, block, counts), mask)
+            codes = eight_bit.load_tile(operands.exp_avg_sq, tile, tl.int32, TILING.VECTOR)
+            total += eight_bit.sums_of_blocks(codes, eight_bit.load_scales(scales.exp_avg_sq, tile, blocks), tile.mask)
     return tl.sum(total)
 
 
 @triton.jit
-def sum_of_next_max_coded(
-    tensor_row, codec_row, hyper_row, start, count, grad_factor,
-    GRAD: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def sum_of_next_max_coded(segment, grad_factor, CONFIG: tl.constexpr):
     """Returns what `segments.sum_of_next_max` does."""
-    first, counts, _, _ = segment_blocks(codec_row, start, count)
-    operands = (
-        elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, tl.uint8),
-        elements(codec_row, EXP_AVG_SQ_SCALES_ADDRESS, first, tl.float32),
-        elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED),
-        elements(tensor_row, GRAD_ADDRESS, start, GRAD),
-    )
-    beta2 = tl.load(hyper_row + BETA2)
-    scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
-    if is_in_vectors(tensor_row, count):
-        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, LANES * VECTOR, VECTOR, TILE)
+    blocks = eight_bit.segment_blocks(segment)
+    operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
+    scalars = next_max_scalars(segment, grad_factor, CONFIG.compute)
+    if is_in_vectors(segment):
+        total = sum_of_next_max_tiles(
+            operands, scales, blocks, scalars, CONFIG, Tiling(LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT)
+        )
     else:
-        total = sum_of_next_max_tiles(operands, counts, scalars, COMPUTE, UNALIGNED_WIDTH, 1, UNALIGNED)
+        total = sum_of_next_max_tiles(
+            operands, scales, blocks, scalars, CONFIG, Tiling(UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS)
+        )
     return total
 
 
 @triton.jit
-def sum_of_next_max_tiles(
-    operands, counts, scalars,
-    COMPUTE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    root_codes, root_scales, max_exp_avg_sq, grad = operands
-    grad_scale, beta2, one_minus_beta2 = scalars
-    total = tl.zeros([BLOCK_LENGTH // WIDTH, TILE, WIDTH], COMPUTE)
-    for begin in range(0, counts[0], TILE):
-        block, _, offset, inside, mask = tile_at(begin, counts, WIDTH, VECTOR, TILE)
-        g = load_tile(grad, offset, inside, mask, COMPUTE, VECTOR) * grad_scale
-        root = load_tile(root_codes, offset, inside, mask, COMPUTE, VECTOR)
-        root *= load_scales(root_scales, block, counts)[None, :, None]
-        v = beta2 * (root * root) + one_minus_beta2 * g * g
-        total += larger(load_tile(max_exp_avg_sq, offset, inside, mask, COMPUTE, VECTOR), v)
+def sum_of_next_max_tiles(operands, scales, blocks, scalars, CONFIG: tl.constexpr, TILING):
+    total = tl.zeros([BLOCK_LENGTH // TILING.WIDTH, TILING.BLOCKS, TILING.WIDTH], CONFIG.compute)
+    for begin in range(0, blocks.count, TILING.BLOCKS):
+        tile = eight_bit.tile_at(begin, blocks, TILING)
+        grad = eight_bit.load_tile(operands.grad, tile, CONFIG.compute, TILING.VECTOR)
+        root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, TILING.VECTOR)
+        maximum = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, TILING.VECTOR)
+        total += next_max(grad, root * root, maximum, scalars)
     return tl.sum(total.to(tl.float64))

@@ -7,12 +7,14 @@ Where elements are not aligned two warps share a block, since single accesses ta
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import quotient
 from swd_fused.backends.triton.kernels.rounding import scrambled
-from swd_fused.backends.triton.kernels.tables import BLOCK_PITCH, BLOCKS_PER_ROW, COLUMNS, FIRST_BLOCK
+from swd_fused.backends.triton.kernels.tables import CODEC
 from swd_fused.state import eight_bit
 
 BLOCK_LENGTH = tl.constexpr(eight_bit.BLOCK)
@@ -27,75 +29,91 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
+# Where a segment's blocks are: the number of them, the first one's place in its row and among all, how many a row has,
+# how long its last one is; the first one's number, and how many numbers are left out between rows.
+Blocks = namedtuple("Blocks", "count in_row first per_row tail number gap")
+
+# Neighbours that a warp's threads together have, elements in an access, and blocks that are taken at once.
+Tiling = namedtuple("Tiling", "WIDTH VECTOR BLOCKS")
+
+# The blocks of a tile, in which row they are and where they begin, all counted from the segment's beginning; the
+# elements' places in their block, and which of them exist.
+Tile = namedtuple("Tile", "block row offset inside mask")
+
+
 @triton.jit
-def segment_blocks(codec_row, start, count):
-    """Where a segment's blocks are: the number of them, the first one's place among all and in its row, how many a row
-    has, how long its last one is; and how they are numbered. Segments begin and end between blocks."""
-    columns, per_row = tl.load(codec_row + COLUMNS), tl.load(codec_row + BLOCKS_PER_ROW)
-    row, end_row = start // columns, (start + count) // columns
-    in_row = (start - row * columns) // BLOCK_LENGTH
+def segment_blocks(segment):
+    """Segments begin and end between blocks."""
+    codec_row, start = segment.codec_row, segment.start
+    row_length, per_row = tl.load(codec_row + CODEC.row_length), tl.load(codec_row + CODEC.blocks_per_row)
+    row, end_row = start // row_length, (start + segment.count) // row_length
+    in_row = (start - row * row_length) // BLOCK_LENGTH
     first = row * per_row + in_row
-    end = end_row * per_row + (start + count - end_row * columns) // BLOCK_LENGTH
-    tail = columns - (per_row - 1) * BLOCK_LENGTH
-    pitch = tl.load(codec_row + BLOCK_PITCH)
-    number = tl.load(codec_row + FIRST_BLOCK) + row * pitch + in_row
-    counts = (end - first).to(tl.int32), in_row.to(tl.int32), per_row.to(tl.int32), tail.to(tl.int32)
-    return first, counts, number, (pitch - per_row).to(tl.int32)
+    end = end_row * per_row + (start + segment.count - end_row * row_length) // BLOCK_LENGTH
+    tail = row_length - (per_row - 1) * BLOCK_LENGTH
+    pitch = tl.load(codec_row + CODEC.block_pitch)
+    number = tl.load(codec_row + CODEC.first_block) + row * pitch + in_row
+    count, gap = (end - first).to(tl.int32), (pitch - per_row).to(tl.int32)
+    return Blocks(count, in_row.to(tl.int32), first, per_row.to(tl.int32), tail.to(tl.int32), number, gap)
 
 
 @triton.jit
-def tile_at(begin, counts, WIDTH: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """The blocks of a tile, in which row they are and where they begin, all counted from the segment's beginning; the
-    elements' places in their block, and which of them exist."""
-    count, in_row, per_row, tail = counts
-    inside = tl.arange(0, BLOCK_LENGTH // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    block = begin + tl.arange(0, TILE)
-    row = (in_row + block) // per_row
-    is_last_of_row = in_row + block - row * per_row == per_row - 1
-    length = tl.where(block < count, tl.where(is_last_of_row, tail, BLOCK_LENGTH), 0)
-    offset = block * BLOCK_LENGTH - row * (BLOCK_LENGTH - tail)
+def tile_at(begin, blocks, TILING):
+    inside = tl.arange(0, BLOCK_LENGTH // TILING.WIDTH)[:, None, None] * TILING.WIDTH
+    inside = inside + tl.arange(0, TILING.WIDTH)[None, None, :]
+    block = begin + tl.arange(0, TILING.BLOCKS)
+    row = (blocks.in_row + block) // blocks.per_row
+    is_last_of_row = blocks.in_row + block - row * blocks.per_row == blocks.per_row - 1
+    length = tl.where(block < blocks.count, tl.where(is_last_of_row, blocks.tail, BLOCK_LENGTH), 0)
+    offset = block * BLOCK_LENGTH - row * (BLOCK_LENGTH - blocks.tail)
     # Of tensors that are taken in vectors, rows are multiples of a vector.
-    mask = tl.max_constancy(inside < length[None, :, None], [1, 1, VECTOR])
-    return block, row, offset, inside, mask
+    mask = tl.max_constancy(inside < length[None, :, None], [1, 1, TILING.VECTOR])
+    return Tile(block, row, offset, inside, mask)
 
 
 @triton.jit
-def load_tile(tensor, offset, inside, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+def load_tile(tensor, tile, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
-    pointers = tl.multiple_of((tensor + offset)[None, :, None] + inside, [1, 1, ALIGNMENT])
-    return tl.load(pointers, mask=mask, other=0).to(COMPUTE)
+    pointers = tl.multiple_of((tensor + tile.offset)[None, :, None] + tile.inside, [1, 1, ALIGNMENT])
+    return tl.load(pointers, mask=tile.mask, other=0).to(COMPUTE)
 
 
 @triton.jit
-def store_tile(tensor, values, offset, inside, mask, VECTOR: tl.constexpr):
+def store_tile(tensor, values, tile, VECTOR: tl.constexpr):
     ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
-    pointers = tl.multiple_of((tensor + offset)[None, :, None] + inside, [1, 1, ALIGNMENT])
-    tl.store(pointers, values.to(tensor.dtype.element_ty), mask=mask)
+    pointers = tl.multiple_of((tensor + tile.offset)[None, :, None] + tile.inside, [1, 1, ALIGNMENT])
+    tl.store(pointers, values.to(tensor.dtype.element_ty), mask=tile.mask)
 
 
 @triton.jit
-def load_scales(scales, block, counts):
-    return tl.load(scales + block, mask=block < counts[0], other=0.0)
+def load_scales(scales, tile, blocks):
+    return tl.load(scales + tile.block, mask=tile.block < blocks.count, other=0.0)
 
 
 @triton.jit
-def tile_noise(key, number, gap, block, row, inside):
+def decoded(codes, scales, tile, blocks, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    return load_tile(codes, tile, COMPUTE, VECTOR) * load_scales(scales, tile, blocks)[None, :, None]
+
+
+@triton.jit
+def tile_noise(key, blocks, tile):
     """8 random bits for each of both moments. Two neighbours share a hash, whose key is the same in a whole block."""
-    number = number + block + row.to(tl.int64) * gap
+    number = blocks.number + tile.block + tile.row.to(tl.int64) * blocks.gap
     keys = key + scrambled((number >> 25).to(tl.uint32))
-    pairs = (number * (BLOCK_LENGTH // 2)).to(tl.uint32)[None, :, None] + (inside // 2).to(tl.uint32)
-    bits = scrambled(keys[None, :, None] ^ (pairs * 0x9E3779B9)) >> (inside % 2 * 16).to(tl.uint32)
+    pairs = (number * (BLOCK_LENGTH // 2)).to(tl.uint32)[None, :, None] + (tile.inside // 2).to(tl.uint32)
+    bits = scrambled(keys[None, :, None] ^ (pairs * 0x9E3779B9)) >> (tile.inside % 2 * 16).to(tl.uint32)
     return (bits & 0xFF).to(tl.int32), (bits >> 8 & 0xFF).to(tl.int32)
 
 
 @triton.jit
-def encoded(values, noise, LARGEST: tl.constexpr, SIGNED: tl.constexpr):
+def encoded(values, noise, SIGNED: tl.constexpr):
     """Codes, in 32 bits, and scales of the blocks of a tile.
 
     The largest value is found among its bits, where NaN is the largest of all. Blocks that have no inverse, since they
     are zero or not finite, have the code 0, or the least that there is. Beside maxima that were loaded in float64
     values are computed in float64.
     """
+    LARGEST: tl.constexpr = LARGEST_CODE if SIGNED else LARGEST_ROOT_CODE
     values = values.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scales = tl.max(tl.max(bits, axis=0), axis=1).to(tl.float32, bitcast=True) * (1 / LARGEST)

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
+# What an update takes besides its operands, the same for all elements of a segment.
+Scalars = namedtuple(
+    "Scalars",
+    "grad_scale l2 inv_sqrt_bias_correction2 eps decay_factor step_size from_grad exp_avg_slope beta2 one_minus_beta2",
+)
+
 
 @triton.jit
-def update_element(
-    param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
-    inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD: tl.constexpr,
-):  # fmt: skip
-    grad = grad_scale * grad + tl.where(l2 != 0, l2 * param, 0.0)
+def update_element(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, scalars, AMSGRAD: tl.constexpr):
+    grad = scalars.grad_scale * grad + tl.where(scalars.l2 != 0, scalars.l2 * param, 0.0)
     # As torch's lerp: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small one.
-    exp_avg = tl.where(from_grad, grad, exp_avg) + exp_avg_slope * (grad - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
+    exp_avg = tl.where(scalars.from_grad, grad, exp_avg) + scalars.exp_avg_slope * (grad - exp_avg)
+    exp_avg_sq = scalars.beta2 * exp_avg_sq + scalars.one_minus_beta2 * grad * grad
     averaged = exp_avg_sq
     if AMSGRAD:
         max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
         averaged = max_exp_avg_sq
     root = square_root(averaged)
-    denom = root * inv_sqrt_bias_correction2 + eps
-    param = decay_factor * param - quotient(step_size * exp_avg, denom)
+    denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
+    param = scalars.decay_factor * param - quotient(scalars.step_size * exp_avg, denom)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq, averaged, root
+
+
+@triton.jit
+def next_max(grad, exp_avg_sq, max_exp_avg_sq, scalars):
+    """max_exp_avg_sq as an update will leave it."""
+    grad_scale, beta2, one_minus_beta2 = scalars
+    grad *= grad_scale
+    return larger(max_exp_avg_sq, beta2 * exp_avg_sq + one_minus_beta2 * grad * grad)
 
 
 @triton.jit
@@ -37,15 +50,9 @@ def larger(a, b):
 
 @triton.jit
 def square_root(x):
-    if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    else:
-        return tl.sqrt_rn(x)
+    return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
 
 
 @triton.jit
 def quotient(x, y):
-    if x.dtype == tl.float64:
-        return x / y
-    else:
-        return tl.div_rn(x, y)
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)

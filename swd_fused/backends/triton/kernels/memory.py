@@ -1,23 +1,63 @@
-"""Tensors as blocks, reached through addresses."""
+"""Tensors as blocks, reached through addresses in tables."""
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import (
-    CODEC_COLUMNS,
-    GROUP,
-    HYPER_COLUMNS,
-    LENGTH,
-    SEGMENT_COLUMNS,
-    START,
-    TENSOR,
-    TENSOR_COLUMNS,
-)
+from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, TENSOR
 
 # Of a program. Blocks are so long that each has 128 bits of the widest operand.
 THREADS = tl.constexpr(128)
+
+# Pointers to what each pass reads about tensors and programs.
+Tables = namedtuple("Tables", "steps tensors segments program_segments hyper")
+
+# A stretch of a tensor: the tensor's index, pointers to its rows in the tables, its first element and their number.
+Segment = namedtuple("Segment", "tensor row codec_row hyper_row start count")
+
+# Pointers to a segment's first elements. `weight` is what is updated: masters, or parameters themselves.
+Operands = namedtuple("Operands", "param weight exp_avg exp_avg_sq max_exp_avg_sq grad")
+
+
+@triton.jit
+def segments_of_program(tables):
+    """The first one, and the end of them."""
+    first = tables.program_segments + tl.program_id(0)
+    return tl.load(first), tl.load(first + 1)
+
+
+@triton.jit
+def segment_at(tables, index):
+    place = tables.segments + index * SEGMENT.columns
+    tensor = tl.load(place + SEGMENT.tensor)
+    row = tables.tensors + tensor * TENSOR.columns
+    codec_row = tables.tensors - (tensor + 1) * CODEC.columns
+    hyper_row = tables.hyper + tl.load(row + TENSOR.group) * HYPER.columns
+    start, count = tl.load(place + SEGMENT.start), tl.load(place + SEGMENT.length).to(tl.int32)
+    return Segment(tensor, row, codec_row, hyper_row, start, count)
+
+
+@triton.jit
+def elements(row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
+    return tl.load(row + COLUMN).to(tl.pointer_type(DTYPE)) + start
+
+
+@triton.jit
+def operands_of(segment, CONFIG: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr):
+    row, start = segment.row, segment.start
+    param = elements(row, TENSOR.param, start, CONFIG.param)
+    return Operands(
+        param,
+        elements(row, TENSOR.master, start, CONFIG.weight) if CONFIG.master else param,
+        elements(row, TENSOR.exp_avg, start, EXP_AVG),
+        elements(row, TENSOR.exp_avg_sq, start, EXP_AVG_SQ),
+        elements(row, TENSOR.max_exp_avg_sq, start, CONFIG.averaged),
+        elements(row, TENSOR.grad, start, CONFIG.grad),
+    )
+
 
 # 128-bit accesses need a hint that pointers are aligned, in the very function that adds the offsets: on an address it
 # is lost in the cast, and on the argument of a function when that is inlined.
@@ -49,23 +89,3 @@ def store_block(tensor, block, offsets, count, VECTOR: tl.constexpr):
         tl.store(tl.multiple_of(tensor + offsets, tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR), block)
     else:
         tl.store(tensor + offsets, block, mask=offsets < count)
-
-
-@triton.jit
-def elements(tensor_row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
-    """A pointer to a segment's first element."""
-    return tl.load(tensor_row + COLUMN).to(tl.pointer_type(DTYPE)) + start
-
-
-@triton.jit
-def segment_of(tensors, segments, hyper, segment):
-    row = segments + segment * SEGMENT_COLUMNS
-    tensor = tl.load(row + TENSOR)
-    tensor_row = tensors + tensor * TENSOR_COLUMNS
-    hyper_row = hyper + tl.load(tensor_row + GROUP) * HYPER_COLUMNS
-    return tensor, tensor_row, hyper_row, tl.load(row + START), tl.load(row + LENGTH).to(tl.int32)
-
-
-@triton.jit
-def codec_of(tensors, tensor):
-    return tensors - (tensor + 1) * CODEC_COLUMNS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.tables import FIRST_NUMBER, ROW_LENGTH, ROW_PITCH, TENSOR_ID
+from swd_fused.backends.triton.kernels.tables import TENSOR
 
 # More than a segment has elements: rows that are longer end behind it all the same.
 LONG_ROW = tl.constexpr(1 << 30)
@@ -20,25 +20,25 @@ def scrambled(x):
 
 
 @triton.jit
-def rounding_key(rounding_start, tensor_row, step):
+def rounding_key(rounding_start, segment, step):
     """The tensor's key in this step."""
-    key = scrambled(rounding_start.to(tl.uint32) + tl.load(tensor_row + TENSOR_ID).to(tl.uint32))
+    key = scrambled(rounding_start.to(tl.uint32) + tl.load(segment.row + TENSOR.number).to(tl.uint32))
     return scrambled(key + step.to(tl.uint32))
 
 
 @triton.jit
-def moment_key(rounding_start, tensor_row, step):
+def moment_key(rounding_start, segment, step):
     """Another one, by which moments in 8 bits are rounded."""
-    return scrambled(rounding_key(rounding_start, tensor_row, step) + 1)
+    return scrambled(rounding_key(rounding_start, segment, step) + 1)
 
 
 @triton.jit
-def segment_rounding(rounding_start, tensor_row, step, start):
+def segment_rounding(rounding_start, segment, step):
     """For a segment: the tensor's key in this step, and what numbers its elements (see `element_numbers`)."""
-    key = rounding_key(rounding_start, tensor_row, step)
-    length, pitch = tl.load(tensor_row + ROW_LENGTH), tl.load(tensor_row + ROW_PITCH)
-    row, column = start // length, start % length
-    first = tl.load(tensor_row + FIRST_NUMBER) + row * pitch + column
+    key = rounding_key(rounding_start, segment, step)
+    length, pitch = tl.load(segment.row + TENSOR.row_length), tl.load(segment.row + TENSOR.row_pitch)
+    row, column = segment.start // length, segment.start % length
+    first = tl.load(segment.row + TENSOR.first_number) + row * pitch + column
     left_in_row = tl.minimum(length - column, LONG_ROW).to(tl.int32)
     return key, first, left_in_row, tl.minimum(length, LONG_ROW).to(tl.int32), pitch - length
 

@@ -5,26 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.element import larger, update_element
-from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, store_block
+from swd_fused.backends.triton.kernels.element import Scalars, next_max, update_element
+from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
-from swd_fused.backends.triton.kernels.tables import (
-    ALIGNED,
-    BETA1,
-    BETA2,
-    CORRECTS_BIAS,
-    EPS,
-    EXP_AVG_ADDRESS,
-    EXP_AVG_SQ_ADDRESS,
-    GRAD_ADDRESS,
-    L2,
-    LR,
-    MASTER_ADDRESS,
-    MAX_EXP_AVG_SQ_ADDRESS,
-    PARAM_ADDRESS,
-    SIGN,
-)
+from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
 # memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
@@ -38,19 +23,26 @@ LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
 
 
 @triton.jit
-def whole_blocks(tensor_row, count, ELEMENTS: tl.constexpr):
+def whole_blocks(segment, ELEMENTS: tl.constexpr):
     """How many elements from the first one on may be taken in whole, aligned blocks."""
-    return tl.load(tensor_row + ALIGNED).to(tl.int32) * (count // ELEMENTS) * ELEMENTS
+    return tl.load(segment.row + TENSOR.aligned).to(tl.int32) * (segment.count // ELEMENTS) * ELEMENTS
 
 
 @triton.jit
-def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+def whole_and_rest(segment, CONFIG: tl.constexpr):
+    """How many elements are taken in whole blocks, and in shorter ones behind these."""
+    whole = whole_blocks(segment, CONFIG.block)
+    return whole, (segment.count - whole + CONFIG.tail - 1) // CONFIG.tail * CONFIG.tail
+
+
+@triton.jit
+def sum_of_squares(segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
     BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
     PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+    grad = elements(segment.row, TENSOR.grad, segment.start, GRAD)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
-    whole = whole_blocks(tensor_row, count, PASS1_BLOCKS * PACKED * BLOCK)
+    whole = whole_blocks(segment, PASS1_BLOCKS * PACKED * BLOCK)
     for begin in range(0, whole, PASS1_BLOCKS * PACKED * BLOCK):
         for block in tl.static_range(PASS1_BLOCKS):
             if PACKED == 2:
@@ -59,189 +51,150 @@ def sum_of_squares(tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.con
                 total += x * x
                 total += y * y
             else:
-                x = load_block(grad, begin + block * BLOCK + lanes, count, COMPUTE, BLOCK // THREADS)
+                x = load_block(grad, begin + block * BLOCK + lanes, segment.count, COMPUTE, BLOCK // THREADS)
                 total += x * x
-    for begin in range(whole, count, BLOCK):
-        x = load_block(grad, begin + lanes, count, COMPUTE, 0)
+    for begin in range(whole, segment.count, BLOCK):
+        x = load_block(grad, begin + lanes, segment.count, COMPUTE, 0)
         total += x * x
-    return kept_squares(tl.sum(total.to(tl.float64)), tensor_row, start, count, GRAD, COMPUTE)
+    return kept_squares(tl.sum(total.to(tl.float64)), segment, GRAD, COMPUTE)
 
 
 @triton.jit
-def kept_squares(squares, tensor_row, start, count, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+def kept_squares(squares, segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
     """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
     if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
         if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
-            grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
+            grad = elements(segment.row, TENSOR.grad, segment.start, GRAD)
             lanes = tl.arange(0, THREADS)
             total = tl.zeros([THREADS], tl.float64)
-            for begin in range(0, count, THREADS):
-                x = load_block(grad, begin + lanes, count, tl.float64, 0)
+            for begin in range(0, segment.count, THREADS):
+                x = load_block(grad, begin + lanes, segment.count, tl.float64, 0)
                 total += x * x
             squares = tl.sum(total)
     return squares
 
 
 @triton.jit
-def sum_of_stored(
-    tensor_row, start, count,
-    AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def sum_of_stored(segment, CONFIG: tl.constexpr):
     """In the order in which `update_segment` adds, so the result has the same bits."""
-    if AMSGRAD:
-        averaged = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
-    else:
-        averaged = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, AVERAGED)
-    TAIL: tl.constexpr = THREADS * VECTOR // 2
-    tail_lanes = tl.arange(0, TAIL)
-    tail_total = tl.zeros([TAIL], COMPUTE)
-    whole = whole_blocks(tensor_row, count, BLOCK)
-    rest = (count - whole + TAIL - 1) // TAIL * TAIL
-    for back in range(TAIL, rest + TAIL, TAIL):
-        tail_total += load_block(averaged, whole + rest - back + tail_lanes, count, COMPUTE, 0)
-    tail_sum = tl.sum(tail_total.to(tl.float64))
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], COMPUTE)
-    for back in range(BLOCK, whole + BLOCK, BLOCK):
-        total += load_block(averaged, whole - back + lanes, count, COMPUTE, VECTOR)
-    return tail_sum + tl.sum(total.to(tl.float64))
+    operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
+    averaged = operands.max_exp_avg_sq if CONFIG.amsgrad else operands.exp_avg_sq
+    whole, rest = whole_and_rest(segment, CONFIG)
+    tail = sum_of_blocks(averaged, whole + rest, rest, segment.count, CONFIG.compute, CONFIG.tail, 0)
+    return tail + sum_of_blocks(averaged, whole, whole, segment.count, CONFIG.compute, CONFIG.block, CONFIG.vector)
 
 
 @triton.jit
-def sum_of_next_max(
-    tensor_row, hyper_row, start, count, grad_factor,
-    GRAD: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of max_exp_avg_sq as this step will leave it."""
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
-    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
-    grad_scale = grad_factor.to(COMPUTE)
-    beta2 = tl.load(hyper_row + BETA2).to(COMPUTE)
-    one_minus_beta2 = (1 - tl.load(hyper_row + BETA2)).to(COMPUTE)
+def sum_of_blocks(tensor, end, length, count, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
-    whole = whole_blocks(tensor_row, count, BLOCK)
-    for begin in range(0, whole, BLOCK):
-        g = load_block(grad, begin + lanes, count, COMPUTE, VECTOR) * grad_scale
-        v = beta2 * load_block(exp_avg_sq, begin + lanes, count, COMPUTE, VECTOR) + one_minus_beta2 * g * g
-        total += larger(load_block(max_exp_avg_sq, begin + lanes, count, COMPUTE, VECTOR), v)
-    for begin in range(whole, count, BLOCK):
-        g = load_block(grad, begin + lanes, count, COMPUTE, 0) * grad_scale
-        v = beta2 * load_block(exp_avg_sq, begin + lanes, count, COMPUTE, 0) + one_minus_beta2 * g * g
-        total += larger(load_block(max_exp_avg_sq, begin + lanes, count, COMPUTE, 0), v)
+    for back in range(BLOCK, length + BLOCK, BLOCK):
+        total += load_block(tensor, end - back + lanes, count, COMPUTE, VECTOR)
     return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
-def segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE: tl.constexpr, ADDS_L2: tl.constexpr):
-    """What `update_element` takes besides its operands. Without ADDS_L2 compilers leave out what is multiplied by 0."""
-    beta1, beta2 = tl.load(hyper_row + BETA1), tl.load(hyper_row + BETA2)
-    corrects_bias = tl.load(hyper_row + CORRECTS_BIAS)
-    grad_scale = (tl.load(hyper_row + SIGN) * grad_factor).to(COMPUTE)
-    if ADDS_L2:
-        l2 = tl.load(hyper_row + L2).to(COMPUTE)
-    else:
-        l2 = tl.full([], 0.0, COMPUTE)
-    inv_sqrt_bias_correction2 = (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(COMPUTE)
-    eps = tl.load(hyper_row + EPS).to(COMPUTE)
-    factor = decay_factor(exp_avg_sq_mean, hyper_row).to(COMPUTE)
-    step_size = (tl.load(hyper_row + LR) / bias_correction(beta1, step, step, corrects_bias)).to(COMPUTE)
-    from_grad = beta1 <= 0.5  # see csrc/element.h
-    exp_avg_slope = tl.where(from_grad, -beta1, 1 - beta1).to(COMPUTE)
-    beta2, one_minus_beta2 = beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
-    return (
-        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
-        step_size,
-    )  # fmt: skip
+def next_max_scalars(segment, grad_factor, COMPUTE: tl.constexpr):
+    beta2 = tl.load(segment.hyper_row + HYPER.beta2)
+    return grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
 
 
 @triton.jit
-def update_segment(
-    tensor_row, hyper_row, start, count, step, exp_avg_sq_mean, grad_factor, rounding_start,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, AVERAGED: tl.constexpr,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ADDS_L2: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
-    (
-        grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
-        step_size,
-    ) = segment_scalars(hyper_row, step, exp_avg_sq_mean, grad_factor, COMPUTE, ADDS_L2)  # fmt: skip
-    param = elements(tensor_row, PARAM_ADDRESS, start, PARAM)
-    if MASTER:
-        weight = elements(tensor_row, MASTER_ADDRESS, start, WEIGHT)
-    else:
-        weight = param
-    exp_avg = elements(tensor_row, EXP_AVG_ADDRESS, start, EXP_AVG)
-    exp_avg_sq = elements(tensor_row, EXP_AVG_SQ_ADDRESS, start, EXP_AVG_SQ)
-    max_exp_avg_sq = elements(tensor_row, MAX_EXP_AVG_SQ_ADDRESS, start, AVERAGED)
-    grad = elements(tensor_row, GRAD_ADDRESS, start, GRAD)
-    if STOCHASTIC:
-        rounding = segment_rounding(rounding_start, tensor_row, step, start)
-    else:
-        rounding = 0
-    # What is not whole goes in shorter blocks: masks and addresses of single elements take many registers.
-    TAIL: tl.constexpr = THREADS * VECTOR // 2
-    tail_lanes = tl.arange(0, TAIL)
-    tail_total = tl.zeros([TAIL], COMPUTE)
-    tail_grad_total = tl.zeros([TAIL], COMPUTE)
-    whole = whole_blocks(tensor_row, count, BLOCK)
-    rest = (count - whole + TAIL - 1) // TAIL * TAIL
-    for back in range(TAIL, rest + TAIL, TAIL):
-        averaged, squares = update_block(
-            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole + rest - back + tail_lanes, count, rounding,
-            grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
-            step_size, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, 0,
-        )  # fmt: skip
-        tail_total += averaged
-        if SUM_GRADS:
-            tail_grad_total += squares
-    tail_sum, tail_squares = tl.sum(tail_total.to(tl.float64)), tl.sum(tail_grad_total.to(tl.float64))
+def sum_of_next_max(segment, grad_factor, CONFIG: tl.constexpr):
+    """The sum of max_exp_avg_sq as this step will leave it."""
+    BLOCK: tl.constexpr = CONFIG.block
+    operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
+    scalars = next_max_scalars(segment, grad_factor, CONFIG.compute)
     lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], COMPUTE)
-    grad_total = tl.zeros([BLOCK], COMPUTE)
-    for back in range(BLOCK, whole + BLOCK, BLOCK):
-        averaged, squares = update_block(
-            param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, whole - back + lanes, count, rounding,
-            grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, factor,
-            step_size, COMPUTE, AMSGRAD, MASTER, STOCHASTIC, VECTOR,
-        )  # fmt: skip
+    total = tl.zeros([BLOCK], CONFIG.compute)
+    whole = whole_blocks(segment, BLOCK)
+    for begin in range(0, whole, BLOCK):
+        total += next_max_block(operands, begin + lanes, segment.count, scalars, CONFIG.compute, CONFIG.vector)
+    for begin in range(whole, segment.count, BLOCK):
+        total += next_max_block(operands, begin + lanes, segment.count, scalars, CONFIG.compute, 0)
+    return tl.sum(total.to(tl.float64))
+
+
+@triton.jit
+def next_max_block(operands, offsets, count, scalars, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    grad = load_block(operands.grad, offsets, count, COMPUTE, VECTOR)
+    exp_avg_sq = load_block(operands.exp_avg_sq, offsets, count, COMPUTE, VECTOR)
+    return next_max(grad, exp_avg_sq, load_block(operands.max_exp_avg_sq, offsets, count, COMPUTE, VECTOR), scalars)
+
+
+@triton.jit
+def segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.constexpr):
+    row = segment.hyper_row
+    beta1, beta2 = tl.load(row + HYPER.beta1), tl.load(row + HYPER.beta2)
+    corrects_bias = tl.load(row + HYPER.corrects_bias)
+    return Scalars(
+        (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
+        # Compilers leave out what is multiplied by a constant 0.
+        tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
+        (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(CONFIG.compute),
+        tl.load(row + HYPER.eps).to(CONFIG.compute),
+        decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
+        (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
+        beta1 <= 0.5,  # see csrc/element.h
+        tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
+        beta2.to(CONFIG.compute),
+        (1 - beta2).to(CONFIG.compute),
+    )
+
+
+@triton.jit
+def update_segment(segment, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr):
+    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
+    rounding_start = tl.load(limits + LIMIT.rounding_start)
+    scalars = segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG)
+    operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
+    rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
+    whole, rest = whole_and_rest(segment, CONFIG)
+    end = whole + rest
+    tail_total, tail_squares = update_blocks(
+        operands, end, rest, segment.count, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.tail, 0
+    )
+    total, squares = update_blocks(
+        operands, whole, whole, segment.count, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.block, CONFIG.vector
+    )
+    return tail_total + total, tail_squares + squares
+
+
+@triton.jit
+def update_blocks(
+    operands, end, length, count, rounding, scalars,
+    CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Goes backwards from `end`."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], CONFIG.compute)
+    grad_total = tl.zeros([BLOCK], CONFIG.compute)
+    for back in range(BLOCK, length + BLOCK, BLOCK):
+        averaged, squares = update_block(operands, end - back + lanes, count, rounding, scalars, CONFIG, VECTOR)
         total += averaged
         if SUM_GRADS:
             grad_total += squares
-    return tail_sum + tl.sum(total.to(tl.float64)), tail_squares + tl.sum(grad_total.to(tl.float64))
+    return tl.sum(total.to(tl.float64)), tl.sum(grad_total.to(tl.float64))
 
 
 @triton.jit
-def update_block(
-    param, weight, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, offsets, count, rounding,
-    grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, decay_factor,
-    step_size,
-    COMPUTE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
+def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constexpr, VECTOR: tl.constexpr):
     """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
-    g = load_block(grad, offsets, count, COMPUTE, VECTOR)
-    p = load_block(weight, offsets, count, COMPUTE, VECTOR)
-    m = load_block(exp_avg, offsets, count, COMPUTE, VECTOR)
-    v = load_block(exp_avg_sq, offsets, count, COMPUTE, VECTOR)
+    g = load_block(operands.grad, offsets, count, CONFIG.compute, VECTOR)
+    p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
+    m = load_block(operands.exp_avg, offsets, count, CONFIG.compute, VECTOR)
+    v = load_block(operands.exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
     largest = v
-    if AMSGRAD:
-        largest = load_block(max_exp_avg_sq, offsets, count, COMPUTE, VECTOR)
-    p, m, v, largest, averaged, _ = update_element(
-        p, m, v, largest, g, grad_scale, l2, from_grad, exp_avg_slope, beta2, one_minus_beta2,
-        inv_sqrt_bias_correction2, eps, decay_factor, step_size, AMSGRAD,
-    )  # fmt: skip
-    if MASTER:
-        store_block(weight, p, offsets, count, VECTOR)
-    if STOCHASTIC:
+    if CONFIG.amsgrad:
+        largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
+    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
+    if CONFIG.master:
+        store_block(operands.weight, p, offsets, count, VECTOR)
+    if CONFIG.stochastic:
         p = stochastically_rounded(p, rounding, offsets)
-    store_block(param, p, offsets, count, VECTOR)
-    store_block(exp_avg, m, offsets, count, VECTOR)
-    store_block(exp_avg_sq, v, offsets, count, VECTOR)
-    if AMSGRAD:
-        store_block(max_exp_avg_sq, largest, offsets, count, VECTOR)
-    # Without amsgrad max_exp_avg_sq has the dtype of exp_avg_sq, and nothing is read or written through it.
-    return averaged.to(max_exp_avg_sq.dtype.element_ty).to(COMPUTE), g * g
+    store_block(operands.param, p, offsets, count, VECTOR)
+    store_block(operands.exp_avg, m, offsets, count, VECTOR)
+    store_block(operands.exp_avg_sq, v, offsets, count, VECTOR)
+    if CONFIG.amsgrad:
+        store_block(operands.max_exp_avg_sq, largest, offsets, count, VECTOR)
+    return averaged.to(CONFIG.averaged).to(CONFIG.compute), g * g
