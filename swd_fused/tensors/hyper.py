@@ -202,8 +202,10 @@ class GroupValues:
         """A mean of v^ from which on there is no decay to warn of."""
         if self._harmless_mean is None:
             decays = [row for row in self.rows if row.weight_decay]
-            rms = [row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW) for row in decays]
-            self._harmless_mean = math.inf if self.tensor_lrs else max(rms, default=0.0) ** 2
+            rms = max(
+                (row.weight_decay * max(row.lr / row.max_decay, 1 / FAR_BEYOND_ADAMW) for row in decays), default=0.0
+            )
+            self._harmless_mean = math.inf if self.tensor_lrs else rms * rms
         return self._harmless_mean
 
     def check_tensor_lrs(self) -> None:

@@ -43,7 +43,7 @@ def test_defaults_are_what_is_wanted(table: Any) -> None:
         assert all(check.accepts(default) for check in CHECKS[table][name])
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *Compatibility.__optional_keys__])
+@pytest.mark.parametrize("name", [*OPTIONS, *sorted(Compatibility.__optional_keys__)])
 def test_nonsense_is_refused_by_the_constructor(name: str) -> None:
     with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
         FusedAdamS(random_params([(3,)]), **{name: object()})  # type: ignore[arg-type]
