@@ -35,8 +35,10 @@ void wait_for_all(unsigned program, unsigned thread, unsigned meeting) {
 #endif
   if (thread == 0) {
     arrivals.fetch_add(1, std::ARRIVE_ORDER);
-    while (arrivals.load(std::WAIT_ORDER) < static_cast<int32_t>(meeting * programs)) {
+    while (arrivals.load(std::memory_order_relaxed) < static_cast<int32_t>(meeting * programs)) {
       std::this_thread::yield();
+    }
+    while (arrivals.load(std::WAIT_ORDER) < static_cast<int32_t>(meeting * programs)) {
     }
   }
 #if BARRIER_AFTER
