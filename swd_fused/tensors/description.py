@@ -139,8 +139,8 @@ class Description:
             return False
         if 0 in addresses and any(grad.numel() for grad, address in zip(found, addresses, strict=True) if not address):
             return False  # freed, or on the meta device: refused with our own error message where that is wrong
-        bucket = self.buckets[0]
-        if len(self.buckets) == 1 and present is self._all_present is bucket.present:
+        bucket = self.buckets[0] if len(self.buckets) == 1 else None  # a rank may have none
+        if bucket is not None and present is self._all_present is bucket.present:
             bucket.grads, bucket.grad_addresses = grads, addresses
         else:
             self._hand_over(grads, addresses, present)
