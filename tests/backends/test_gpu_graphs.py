@@ -159,6 +159,18 @@ def test_other_sets_of_gradients_between_replays(mixed: Mixed) -> None:
     mixed.check()
 
 
+def test_a_set_of_gradients_that_was_only_captured_is_new_to_eager_steps_and_graphs(backend: str) -> None:
+    """Which gradients are missing was uploaded by a graph that nobody has replayed."""
+    mixed = Mixed(backend, {})
+    mixed.capture([0, 1], warm=False)
+    second = mixed.capture([0, 1], warm=False)
+    mixed.step([0, 1])
+    mixed.capture(warm=False)
+    mixed.step()
+    second()
+    mixed.check()
+
+
 def test_a_tensor_lr_is_read_in_each_replay(backend: str) -> None:
     lr = torch.tensor(1e-2)
     mixed = Mixed(backend, {}, lr)
