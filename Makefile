@@ -6,7 +6,7 @@ DEVICE ?= cpu
 IN_PARALLEL := -n auto --dist loadfile
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-gpu test-virtual-gpu lint bench frameworks paper wheel compat docs clean
+.PHONY: demo test test-gpu gpu-report test-virtual-gpu lint bench frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -19,7 +19,11 @@ test: lint
 test-gpu: $(VENV)/.with-demo,bench,test
 	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
-# The same without a GPU, see tests/virtual_gpu/README.md: 5 GB in ~/.cache/swd-virtual-gpu, nothing in $(VENV).
+# One Markdown file about a GPU, for an issue: ten minutes at most.
+gpu-report: $(VENV)/.with-bench
+	$(BIN)/python -m benchmarks.gpu_report $(if $(QUICK),--quick)
+
+# The tests without a GPU, see tests/virtual_gpu/README.md: 5 GB in ~/.cache/swd-virtual-gpu, nothing in $(VENV).
 test-virtual-gpu:
 	tests/virtual_gpu/run python -m pytest $(IN_PARALLEL)
 	tests/virtual_gpu/run --devices 2 python -m pytest tests/backends/test_gpu.py -k device

@@ -79,6 +79,27 @@ def torchao_adamw8bit(params: Sequence[Tensor]) -> Step:
     return step
 
 
+def bitsandbytes_adamw8bit(params: Sequence[Tensor]) -> Step:
+    from bitsandbytes.optim import AdamW8bit
+
+    step: Step = AdamW8bit(list(params), weight_decay=1e-2).step
+    return step
+
+
+def flash_adamw(params: Sequence[Tensor]) -> Step:
+    from flashoptim import FlashAdamW
+
+    step: Step = FlashAdamW(list(params), weight_decay=1e-2).step
+    return step
+
+
+def apex_fused_adam(params: Sequence[Tensor]) -> Step:
+    from apex.optimizers import FusedAdam
+
+    step: Step = FusedAdam(list(params), weight_decay=1e-2).step
+    return step
+
+
 def authors_loop(params: Sequence[Tensor]) -> Step:
     return AuthorsLoop(params, weight_decay=SCHEDULED_WEIGHT_DECAY).step
 
@@ -119,6 +140,18 @@ def contenders(kernels: str) -> tuple[Contender, ...]:
         # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of
         # v^, 8 for the decay, 8+8+8 for the denominator, 16 for the update.
         Contender("authors' loop", "loop", 100, PEER, authors_loop),
+    )
+
+
+def gpu_peers() -> tuple[Contender, ...]:
+    """Optimizers of other packages for GPUs, where they are installed. torchao's is among the contenders."""
+    packages: dict[str, tuple[str, Build]] = {
+        "apex FusedAdam": ("apex", apex_fused_adam),
+        "bitsandbytes AdamW8bit": ("bitsandbytes", bitsandbytes_adamw8bit),
+        "flashoptim FlashAdamW": ("flashoptim", flash_adamw),
+    }
+    return tuple(
+        Contender(name, package, None, PEER, build) for name, (package, build) in packages.items() if find_spec(package)
     )
 
 

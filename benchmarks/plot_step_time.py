@@ -30,6 +30,9 @@ COLOURS = {
     "FusedAdamS lagged (torch)": "#F0E442",
     "FusedAdamS exact + clip (torch)": "#E69F00",
     TORCHAO: "#D55E00",
+    "apex FusedAdam": "#882255",
+    "bitsandbytes AdamW8bit": "#332288",
+    "flashoptim FlashAdamW": "#117733",
     "AdamW foreach": "#999999",
     "authors' loop": "#CC79A7",
 }

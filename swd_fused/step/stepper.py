@@ -65,9 +65,9 @@ class Stepper:
         self.calibration = Calibration()
         self._values: GroupValues | None = None
         self._kept: list[Description] = []  # the one of the last step comes first
-        self._in_graphs: list[
-            Description
-        ] = []  # kept for graphs that may be replayed, even after other state was loaded
+        # Kept for graphs that may be replayed, even after other state was loaded: captured steps, and the pinned
+        # memory that they copy from.
+        self._in_graphs: list[Description | list[Tensor]] = []
         self._in_parts = FromCallerInParts()
 
     def set_options(self, options: Options) -> None:
@@ -127,13 +127,15 @@ class Stepper:
         step = self._kept[0] if self._kept else None
         if step is None or not step.holds(inputs):
             step = self.described(inputs)
+        is_captured = False
         try:
             if not has_grads and step.ranks.is_local:
                 return None
             if step.may_have_unknown_shards and grad_sumsq is None and options.uses_sums:
                 step.refuse_unknown_shards()
             gate = Gate(options.max_grad_norm, *scaling, options.skip_nonfinite)
-            if step.gpus and graphs.is_capturing_on(step.gpus):
+            is_captured = bool(step.gpus) and graphs.is_capturing_on(step.gpus)
+            if is_captured:
                 step = self._captured(step, groups, gate, grad_sumsq is not None, numel is not None)
             step.begin(values)
             source = self._usual_source
@@ -148,6 +150,8 @@ class Stepper:
                     scalars = self._step_in_passes(step, source, gate)
         finally:
             step.end()
+            if is_captured:
+                self._in_graphs.append(graphs.kept())
         self.record(step, groups, values, scalars, gate)
         return None
 

@@ -94,6 +94,7 @@ class Bucket:
         self.grads: list[Tensor | None] = []
         self.grad_addresses: list[int] = []
         self.present: list[bool] = []  # whether each has a gradient
+        self._is_mask_captured = False  # the same on the device
         self.has_all_grads = False
         self.has_stepped = False  # as far as that is known
         self._steps_copy: HostCopy | None = None
@@ -114,9 +115,12 @@ class Bucket:
     def take(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
         """Takes up a step's gradients. `addresses` has `NO_GRAD` for those that are not `present`."""
         self.grads, self.grad_addresses = grads, addresses
-        if present == self.present:
+        if present == self.present and not self._is_mask_captured:
             return
-        self.present = present
+        # What is uploaded in a capture is not there until the graph is replayed: the next step uploads its own. A copy
+        # of the list is not taken for the one that needs no look.
+        self._is_mask_captured = graphs.is_capturing(self.device)
+        self.present = present.copy() if self._is_mask_captured else present
         self.has_all_grads = all(present)
         self.written = [param for param in compress(self.params, present) if not param.is_inference()]
         self.has_grad = from_host(torch.tensor(present, device="cpu"), self.device)

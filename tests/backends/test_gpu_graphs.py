@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
+from swd_fused.tensors import graphs
 from tests.backends.test_gpu import MODES, warm_up
 from tests.device import DEVICE
 
@@ -159,6 +161,18 @@ def test_other_sets_of_gradients_between_replays(mixed: Mixed) -> None:
     mixed.check()
 
 
+def test_a_set_of_gradients_that_was_only_captured_is_new_to_eager_steps_and_graphs(backend: str) -> None:
+    """Which gradients are missing was uploaded by a graph that nobody has replayed."""
+    mixed = Mixed(backend, {})
+    mixed.capture([0, 1], warm=False)
+    second = mixed.capture([0, 1], warm=False)
+    mixed.step([0, 1])
+    mixed.capture(warm=False)
+    mixed.step()
+    second()
+    mixed.check()
+
+
 def test_a_tensor_lr_is_read_in_each_replay(backend: str) -> None:
     lr = torch.tensor(1e-2)
     mixed = Mixed(backend, {}, lr)
@@ -205,6 +219,53 @@ def test_a_graph_after_loading_goes_on_with_the_state_that_it_had(backend: str) 
         torch.testing.assert_close(param.cpu(), twin, rtol=2e-5, atol=2e-6)
     for number, state in mixed.optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, loaded[number][key]) for key, value in state.items())
+
+
+# --- Lifetimes
+
+
+def test_all_that_graphs_refer_to_goes_with_the_optimizer(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing before: each re-capture makes tables of its own, and any graph may be replayed."""
+    mixed = Mixed(backend, {})
+    pinned: list[weakref.ref[Tensor]] = []
+    keep = graphs.keep
+
+    def noting(tensor: Tensor) -> None:
+        pinned.append(weakref.ref(tensor))
+        keep(tensor)
+
+    monkeypatch.setattr(graphs, "keep", noting)
+    replays = []
+    for lr in (2e-2, 3e-2, 4e-2):
+        mixed.set_lr(lr)
+        replays.append(mixed.capture(warm=False))
+    mixed.optimizer.load_state_dict(mixed.optimizer.state_dict())
+    mixed._reuse_freed_memory()
+    captured = [weakref.ref(part) for part in mixed.optimizer._stepper._in_graphs if not isinstance(part, list)]
+    steps = weakref.ref(mixed.optimizer.state[mixed.params[0]]["step"])
+    assert len(captured) == 3
+    assert len(pinned) >= 2 * 3  # addresses and hyper-parameters of each
+    assert all(own() is not None for own in (*pinned, *captured))
+    assert graphs.are_shared([captured[0]().buckets[0].steps])  # type: ignore[union-attr]
+    for replay in replays:
+        replay()
+    torch.cuda.synchronize()
+
+    del mixed.optimizer
+    gc.collect()
+    assert not any(own() is not None for own in (*pinned, *captured, steps))
+    assert not any(not storage.expired() for storage in graphs._shared_storages.values())
+
+
+def test_step_counts_at_the_address_of_those_of_a_graph_that_is_gone_are_not_taken_for_them() -> None:
+    counts = torch.zeros(3)
+    address = counts.data_ptr()
+    graphs.share_steps([counts])
+    assert graphs.are_shared([counts[1:]])
+    del counts
+    others = [torch.zeros(3) for _ in range(100)]
+    assert address in map(Tensor.data_ptr, others)
+    assert not graphs.are_shared(others)
 
 
 # --- What cannot be captured says so, and leaves everything as it was

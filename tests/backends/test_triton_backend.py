@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
+from swd_fused.backends.triton import launch, plan
 from swd_fused.backends.triton import operands as triton_operands
-from swd_fused.backends.triton import plan
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import TENSOR
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
@@ -295,3 +295,44 @@ def test_other_devices_and_dtypes_are_refused() -> None:
         FusedAdamS([torch.nn.Parameter(torch.ones(3, device="meta"))], backend="triton")
     with pytest.raises(RuntimeError, match=r"no fused kernels for torch.float8_e4m3fn"):
         FusedAdamS([torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))], backend="triton")
+
+
+# --- Cooperative launches that are refused
+
+GPU = torch.device("cuda:7")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Triton Error [CUDA]: too many blocks in cooperative launch",
+        "Triton Error [HIP]:  Code: 720, Messsage: too many blocks in cooperative launch",
+        "Triton Error [HIP]:  Code: 720, Messsage: said otherwise",
+        "Triton Error [CUDA]: as this driver says it",
+    ],
+)
+def test_a_grid_that_is_refused_is_known_by_its_number_or_by_words(
+    monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    """The first two are what Triton raises on CUDA and on ROCm."""
+    monkeypatch.setattr(launch, "_words_of_cuda_driver", {720: "as this driver says it"}.get)
+    monkeypatch.setattr(launch, "_refused_cooperation", set())
+    with pytest.warns(UserWarning, match="cuda:7 refused a cooperative launch"):
+        assert launch.refuses_cooperation(RuntimeError(message), GPU)
+    assert not launch.can_launch_cooperatively(GPU)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "Triton Error [HIP]:  Code: 1, Messsage: invalid argument",
+        "Triton Error [HIP]:  Code: 7200, Messsage: invalid argument of 720 bytes",
+    ],
+)
+@pytest.mark.parametrize("words", [None, "as this driver says it"])
+def test_other_errors_of_a_launch_are_not_taken_for_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, message: str, words: str | None
+) -> None:
+    monkeypatch.setattr(launch, "_words_of_cuda_driver", lambda code: words)
+    assert not launch.refuses_cooperation(RuntimeError(message), GPU)

@@ -21,6 +21,13 @@ from .machine_code import MachineCode, read_amdgcn, read_cubin
 
 PROCESSES = 2
 ARCHITECTURES: list[int | str] = [80, 90, 100, 120, "gfx942"]
+# For which a few kernels are compiled, since all would take too long: a T4; an RTX 3090 or A10; an RTX 4090 or L4,
+# whose code is that of sm_86.
+FURTHER_ARCHITECTURES = {
+    75: ("fp32", "bf16", "bf16 rounded by chance", "fp32 in 8 bits"),
+    86: ("fp32", "bf16", "bf16 rounded by chance", "fp32 in 8 bits"),
+    89: ("fp32", "bf16"),
+}
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 PLAIN = Variant(amsgrad=False, master=False, stochastic=False)

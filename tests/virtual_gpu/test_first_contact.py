@@ -72,6 +72,15 @@ def test_a_device_with_fewer_multiprocessors_than_it_says_gets_split_launches(am
         torch.testing.assert_close(param, twin, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("shared_device")
+def test_a_refusal_is_known_by_what_the_driver_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a later driver have other words than those that are known."""
+    monkeypatch.setattr(launch, "TOO_LARGE_IN_WORDS", "other words")
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 1)
+    with pytest.warns(UserWarning, match="fewer multiprocessors than its properties say"):
+        run(params, grads, FusedAdamS(params, backend="triton"))
+
+
 @pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"skip_nonfinite": True}], ids=str)
 def test_no_step_with_a_scaler_waits_or_copies_from_pageable_memory(options: dict[str, object]) -> None:
     """The first one neither."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -119,7 +121,7 @@ def can_launch_cooperatively(device: torch.device) -> bool:
 def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
     """Returns whether this error of a launch is a refusal of its grid, and remembers that, with a warning. Nothing has
     run then. Under MPS and in green contexts a device has fewer multiprocessors than its properties say."""
-    if "too many blocks in cooperative launch" not in str(error).lower():
+    if not is_too_large_a_grid(str(error)):
         return False
     _refused_cooperation.add(device)
     warnings.warn(
@@ -129,6 +131,31 @@ def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
         stacklevel=3,
     )
     return True
+
+
+# cudaErrorCooperativeLaunchTooLarge, and HIP's error of the same number. Triton 3.6 to 3.9 raise "Triton Error [HIP]:
+# Code: 720, Messsage: ..." on ROCm. On CUDA they raise the driver's words alone, without a number.
+TOO_LARGE = 720
+TOO_LARGE_IN_WORDS = "too many blocks in cooperative launch"
+
+
+def is_too_large_a_grid(message: str) -> bool:
+    """Returns whether the message of an error stands for code 720: by the number, the usual words or this driver's."""
+    if re.search(rf"\bcode:? *{TOO_LARGE}\b", message, re.IGNORECASE):
+        return True
+    return any(words and words in message.lower() for words in (TOO_LARGE_IN_WORDS, _words_of_cuda_driver(TOO_LARGE)))
+
+
+@cache
+def _words_of_cuda_driver(code: int) -> str | None:
+    """Returns what the CUDA driver calls an error, in lower case; None where there is no driver, or it has no words."""
+    try:
+        describe = ctypes.CDLL("libcuda.so.1").cuGetErrorString
+    except (OSError, AttributeError):
+        return None
+    words = ctypes.c_char_p()
+    failed = describe(code, ctypes.byref(words)) != 0
+    return None if failed or not words.value else words.value.decode(errors="replace").lower()
 
 
 @cache
