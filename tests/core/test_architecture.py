@@ -46,6 +46,7 @@ LAYERS = [
     ["tensors.description"],
     ["step.sums"],
     ["step.stepper"],
+    ["step.hooks"],
     ["step.release"],
     ["new_groups", "checkpoints", "reports"],
     ["settings"],
