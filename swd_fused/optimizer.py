@@ -23,6 +23,7 @@ from swd_fused.settings import Checked, Setting, fix_attributes
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, step_within_a_graph
 from swd_fused.step.hooks import GradientTaker, StepCall
+from swd_fused.step.offload import Offload, new_offload, refuse_release
 from swd_fused.step.release import GradientRelease, refuse_step_in_backward
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided, refuse_numel_alone
@@ -70,6 +71,8 @@ class FusedAdamS(Optimizer):
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
             available. `repr` names the one in use.
+        offload: keep the state of parameters that are on a GPU in host memory, and step them on the CPU. Gradients
+            leave the GPU in the backward pass. For one process; docs/offload.md has the limits.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 
@@ -112,6 +115,7 @@ class FusedAdamS(Optimizer):
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
         backend: BackendName = "auto",
+        offload: bool = False,
         **compatibility: Unpack[Compatibility],
     ) -> None:
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
@@ -123,6 +127,7 @@ class FusedAdamS(Optimizer):
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
         adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         check_all(options, self.defaults, self.param_groups)
+        self._taker = new_offload(self._stepper, self.param_groups, self.state)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -244,6 +249,8 @@ class FusedAdamS(Optimizer):
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.
         """
+        if isinstance(self._taker, Offload):
+            refuse_release()
         if not isinstance(self._taker, GradientRelease) or self._taker.has_ended:
             self._taker = GradientRelease(self._stepper, self.param_groups)
             self._taker.watch(self.param_groups, self.state)
@@ -252,7 +259,7 @@ class FusedAdamS(Optimizer):
     def accumulate_gradients(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
 
-        Without `release_gradients()` they do so anyway.
+        Without `release_gradients()` and `offload=True` they do so anyway.
         """
         return nullcontext() if self._taker is None else self._taker.accumulating()
 
@@ -341,7 +348,9 @@ class FusedAdamS(Optimizer):
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
-        if self._taker is not None:
+        if self._taker is None:
+            self._taker = new_offload(self._stepper, self.param_groups, self.state)
+        else:
             self._taker.watch(self.param_groups, self.state)
 
     # --- What users log
