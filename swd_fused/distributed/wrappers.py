@@ -61,6 +61,8 @@ def refuse_late_reduction(params: Iterable[Tensor]) -> None:
 def refuse_ranks_of_offloaded(params: Iterable[Tensor]) -> None:
     """Raises where gradients that are copied to the host in the backward pass are not those of all ranks."""
     params = list(params)
+    if not params:
+        return
     name = "DTensors" if any(map(is_dtensor, params)) else late_reducer(params)
     if name is None and is_distributed() and dist.get_world_size() > 1:
         name = f"{dist.get_world_size()} ranks"

@@ -20,7 +20,7 @@ from swd_fused.step.stepper import Groups, Stepper
 from swd_fused.step.sums import provided, refuse_numel_alone
 from swd_fused.tensors import graphs
 from swd_fused.tensors.description import State
-from swd_fused.tensors.twins import Twins, is_offloaded, pinned_like
+from swd_fused.tensors.twins import Twins, dense_strides, is_offloaded, pinned_like
 
 GradSumsq = float | Tensor | None
 
@@ -63,6 +63,8 @@ class Offload(GradientTaker):
         self._groups, self._state = groups, state
         if self.hook(params_of(groups), lambda _: 0):
             self._knows_wrappers = False
+        if len(self._kept_memory) > len(self._hooks):
+            self._kept_memory = {}
 
     def check_change(self, name: str, value: object, options: Options) -> None:
         self.check_between_steps(f"{name}={value!r}")
@@ -86,7 +88,10 @@ class Offload(GradientTaker):
 
     def forget(self) -> None:
         self.settle()
+        if isinstance(self._step, OverlappedStep):
+            self._step.abandon(self._slots)
         self._step = None
+        self._twins.forget()
 
     # --- The backward pass
 
@@ -97,8 +102,8 @@ class Offload(GradientTaker):
             grad = param.grad
             if self._accumulating or grad is None or not is_offloaded(param, self._stepper.options):
                 return
-            if grad.layout is not torch.strided:  # refused by the step
-                return
+            if grad.layout is not torch.strided:
+                return  # refused by the step
             refuse_capture(param.device)
             step = self._begun()
             if step.has_taken(param):
@@ -118,6 +123,7 @@ class Offload(GradientTaker):
             if self._overlaps():
                 for event in arrivals:
                     event.synchronize()
+                self._kept_memory = {}
                 state = self._state_of_twins()
                 self._step = OverlappedStep(
                     self._stepper, self._twins, self._groups, params, state, self._worker_of_process()
@@ -152,7 +158,8 @@ class Offload(GradientTaker):
         memory = self._kept_memory.get(param)
         if memory is None or memory.dtype != grad.dtype or memory.shape != grad.shape:
             memory = self._kept_memory[param] = pinned_like([grad])[0]
-        return memory
+        # In the gradient's own order, which need not be the parameter's: other copies would wait for the GPU.
+        return memory.as_strided(grad.shape, dense_strides(grad))
 
     def _worker_of_process(self) -> ThreadPoolExecutor:
         """Returns the thread that steps. A process that was forked has none of its parent's."""
@@ -215,6 +222,9 @@ class Offload(GradientTaker):
         try:
             hosts = twins.stepped_for(params)
             self._stepper.take(self._groups, state, grads, (None, None), grad_sumsq, numel, hosts)
+        except BaseException:
+            twins.forget()
+            raise
         finally:
             self._adopt(state)
         twins.copy_back(stepped)
@@ -239,6 +249,9 @@ class Offload(GradientTaker):
             event.synchronize()
         try:
             begun.end(rest, self._slots)
+        except BaseException:
+            self._twins.forget()
+            raise
         finally:
             begun.wait()
             self._twins.copies.join()
@@ -273,8 +286,8 @@ def has_stepped(entry: object) -> bool:
 
 def on_host(param: Tensor, options: Options) -> Tensor | None:
     """Returns the gradient that a parameter still has, where it is stepped."""
-    if param.grad is None or not is_offloaded(param, options):
-        return param.grad
+    if param.grad is None or not is_offloaded(param, options) or param.grad.layout is not torch.strided:
+        return param.grad  # a sparse one is refused by the step
     return param.grad.detach().cpu()
 
 

@@ -111,6 +111,12 @@ class OverlappedStep:
             self._taken -= set(map(id, self._slot.grads))
             self._slot.clear()
 
+    def abandon(self, slots: Slots) -> None:
+        """Gives back the slot that was being filled."""
+        if self._slot is not None:
+            slots.put(self._slot)
+            self._slot = None
+
     def end(self, rest: Mapping[Tensor, Tensor], slots: Slots) -> None:
         """Ends the step, after these gradients, which no hook has taken."""
         if self._slot is not None:

@@ -47,19 +47,20 @@ def stand_in(param: Tensor, options: Options) -> Tensor:
 
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns host tensors that look like these, in a few chunks of pinned memory."""
-    left = sum(map(aligned_bytes, tensors))
+    """Returns host tensors that look like these, in a few chunks of pinned memory. Small ones fill the gaps."""
+    sizes = list(map(aligned_bytes, tensors))
+    left = sum(sizes)
     chunks: list[Chunk] = []
-    made = []
-    for tensor in tensors:
-        size = aligned_bytes(tensor)
+    made = {}
+    for index in sorted(range(len(tensors)), key=sizes.__getitem__, reverse=True):
+        size = sizes[index]
         chunk = next((chunk for chunk in chunks if chunk.room >= size), None)
         if chunk is None:
             chunk = Chunk(length_of_chunk(size, left))
             chunks.append(chunk)
-        made.append(chunk.cut(tensor))
+        made[index] = chunk.cut(tensors[index])
         left -= size
-    return made
+    return [made[index] for index in range(len(tensors))]
 
 
 def length_of_chunk(size: int, left: int) -> int:
@@ -77,6 +78,11 @@ def aligned_bytes(tensor: Tensor) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the strides of a tensor, or of a copy of it where they leave gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 class Chunk:
     """A flat piece of pinned memory, from which tensors are cut."""
 
@@ -92,7 +98,7 @@ class Chunk:
         """Returns a tensor with the shape, the dtype and, as far as they are dense, the strides of another one."""
         start, self._used = self._used, self._used + aligned_bytes(like)
         flat = self._memory[start : start + like.numel() * like.element_size()].view(like.dtype)
-        return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+        return flat.as_strided(like.shape, dense_strides(like))
 
     def clear(self) -> None:
         """Gives all of it out again."""
@@ -121,9 +127,10 @@ class Copies:
         stream = stream_of(value.device, self._down)
         stream.wait_stream(torch.cuda.current_stream(value.device))
         with torch.cuda.stream(stream):
-            host.copy_(value, non_blocking=True)
+            copy_as_one_piece(host, value)
             value.record_stream(stream)
-            event: torch.cuda.Event = stream.record_event()
+            event = waited_for_event()
+            event.record(stream)
         size = value.numel() * value.element_size()
         self._on_the_way.append((event, size))
         self._bytes_on_the_way += size
@@ -137,7 +144,7 @@ class Copies:
             with torch.cuda.stream(stream):
                 for param, host in zip(params, hosts, strict=True):
                     if param.device == device:
-                        param.copy_(host, non_blocking=True)
+                        copy_as_one_piece(param, host)
                         param.record_stream(stream)
 
     def join(self) -> None:
@@ -154,6 +161,19 @@ class Copies:
         for event in self._last_up:
             event.synchronize()
         self._last_up = []
+
+
+def waited_for_event() -> torch.cuda.Event:
+    """Returns an event for which a thread can wait without keeping a core busy."""
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def copy_as_one_piece(to: Tensor, value: Tensor) -> None:
+    """Starts to copy memory as it lies, where both tensors lie in the same order without gaps, as they mostly do."""
+    if to.stride() == value.stride() == dense_strides(value) and to.dtype == value.dtype:
+        to, value = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (to, value))
+    to.copy_(value, non_blocking=True)
 
 
 def stream_of(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> torch.cuda.Stream:
@@ -228,6 +248,11 @@ class Twins:
         self.copies.to_gpu([param.detach() for param in params], self.stepped_for(params))
         for param in params:
             self._of[param].seen = as_seen(param)
+
+    def forget(self) -> None:
+        """Has all twins follow their parameters anew, after some were stepped in vain."""
+        for twin in self._of.values():
+            twin.seen = None
 
     def written_since(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Returns the parameters that others have written to since their twins have followed them."""
