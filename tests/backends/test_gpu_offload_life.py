@@ -63,8 +63,8 @@ def test_the_gpu_holds_parameters_and_gradients_in_flight(schedule: Any, monkeyp
         sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
         assert all(param.grad is None for param in params)
         optimizer.step()
-    # With ordinary steps: gradients of 16 MB, and moments of 32 MB.
-    assert torch.cuda.max_memory_allocated() - before < (16 + 9) * MEGABYTE
+    # With ordinary steps: gradients of 16 MB, and moments of 32 MB. Active is what copies still read, too.
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before < (16 + 9) * MEGABYTE
     assert all(value.is_cpu for state in optimizer.state.values() for value in state.values())
 
 
