@@ -23,6 +23,7 @@ from swd_fused.state.load import (
 )
 from swd_fused.step.stepper import Stepper
 from swd_fused.tensors.description import backend_for
+from swd_fused.tensors.twins import stand_in
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
         for group in groups:
             for param in filter(saved.__contains__, group["params"]):
                 backend, _ = backend_for(param, options)
-                state[param] = loaded_state(param, saved[param], backend, options, group)
+                state[param] = loaded_state(stand_in(param, options), saved[param], backend, options, group)
     adopt_masters(saved, options)
     return {"state": state, "param_groups": groups}
 

@@ -21,10 +21,12 @@ from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, fix_attributes
 from swd_fused.step import adamw_terms
-from swd_fused.step.compiled import new_handle, optimizer_step
-from swd_fused.step.release import GradientRelease, check_step_of_released, refuse_step_in_backward
+from swd_fused.step.compiled import new_handle, step_within_a_graph
+from swd_fused.step.hooks import GradientTaker, StepCall
+from swd_fused.step.offload import Offload, new_offload, refuse_release
+from swd_fused.step.release import GradientRelease, refuse_step_in_backward
 from swd_fused.step.stepper import Stepper
-from swd_fused.step.sums import provided
+from swd_fused.step.sums import provided, refuse_numel_alone
 
 
 class FusedAdamS(Optimizer):
@@ -69,11 +71,13 @@ class FusedAdamS(Optimizer):
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
             available. `repr` names the one in use.
+        offload: keep the state of parameters that are on a GPU in host memory, and step them on the CPU. Gradients
+            leave the GPU in the backward pass. For one process; docs/offload.md has the limits.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _gradient_release: GradientRelease | None = None  # neither copied nor pickled
+    _taker: GradientTaker | None = None  # of gradients in the backward pass; neither copied nor pickled
 
     max_grad_norm = Setting()
     schedule = Setting()
@@ -111,6 +115,7 @@ class FusedAdamS(Optimizer):
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
         backend: BackendName = "auto",
+        offload: bool = False,
         **compatibility: Unpack[Compatibility],
     ) -> None:
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
@@ -122,15 +127,20 @@ class FusedAdamS(Optimizer):
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
         adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         check_all(options, self.defaults, self.param_groups)
+        self._taker = new_offload(self._stepper, self.param_groups, self.state)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._taker is not None:
+            self._taker.check_between_steps("another group")
         super().add_param_group(new_group(param_group, self.defaults, self.options, self.numbered_params()))
+        if self._taker is not None:
+            self._taker.watch(self.param_groups, self.state)
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
-        if self._gradient_release is not None and not self._gradient_release.has_ended:
-            self._gradient_release.check_change(changed, getattr(options, changed), options)
+        if self._taker is not None and not self._taker.has_ended:
+            self._taker.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
 
     @property
@@ -186,18 +196,17 @@ class FusedAdamS(Optimizer):
         numel: int | None = None,
     ) -> float | None:
         loss = None
-        if self._gradient_release is not None:
-            if not self._gradient_release.has_ended:
-                self._end_released_step(closure, grad_sumsq, numel)
-                return None
-            self._gradient_release = None
+        if self._taker is not None:
+            if not self._taker.has_ended:
+                return self._end_step_of(self._taker, closure, grad_sumsq, numel)
+            self._taker = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
         if torch.compiler.is_compiling():
             if grad_sumsq is None and provider is None and not is_distributed():
-                self._step_within_a_graph()
+                step_within_a_graph(self.numbered_params(), self._handle)
             else:
                 self._untraced_step(grad_sumsq=grad_sumsq, numel=numel)
             return loss
@@ -206,9 +215,7 @@ class FusedAdamS(Optimizer):
         try:
             if grad_sumsq is None:
                 if numel is not None:
-                    raise ValueError(
-                        f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum."
-                    )
+                    refuse_numel_alone(numel)
                 if torch._C._current_graph_task_id() != -1:
                     refuse_step_in_backward()
                 if provider is not None:
@@ -225,16 +232,12 @@ class FusedAdamS(Optimizer):
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
     _untraced_step = _disable_dynamo(_step)
 
-    def _end_released_step(self, closure: object, grad_sumsq: object, numel: object) -> None:
-        release = self._gradient_release
-        assert release is not None
-        gives_sum = grad_sumsq is not None or numel is not None or self.grad_sumsq_provider is not None
-        scaling = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
-        check_step_of_released(closure is not None, gives_sum, any(value is not None for value in scaling))
-        with torch.no_grad():
-            release.end_step(self.param_groups, self.state)
-        if release.is_removed:
-            self._gradient_release = None
+    def _end_step_of(self, taker: GradientTaker, closure: Any, grad_sumsq: Any, numel: int | None) -> float | None:
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        call = StepCall(closure, grad_sumsq, numel, self.grad_sumsq_provider, scaling)
+        loss = taker.end_step(self.param_groups, self.state, call)
+        self._taker = None if taker.has_ended else taker
+        return loss
 
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
@@ -246,17 +249,19 @@ class FusedAdamS(Optimizer):
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.
         """
-        if self._gradient_release is None or self._gradient_release.has_ended:
-            self._gradient_release = GradientRelease(self._stepper, self.param_groups)
-            self._gradient_release.watch(self.param_groups, self.state)
-        return self._gradient_release
+        if isinstance(self._taker, Offload):
+            refuse_release()
+        if not isinstance(self._taker, GradientRelease) or self._taker.has_ended:
+            self._taker = GradientRelease(self._stepper, self.param_groups)
+            self._taker.watch(self.param_groups, self.state)
+        return self._taker
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
 
-        Without `release_gradients()` they do so anyway.
+        Without `release_gradients()` and `offload=True` they do so anyway.
         """
-        return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
+        return nullcontext() if self._taker is None else self._taker.accumulating()
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
@@ -267,17 +272,6 @@ class FusedAdamS(Optimizer):
         """Returns the all-reduces over the ranks that share this optimizer's parameters."""
         return self._stepper.collective(self.param_groups)
 
-    def _step_within_a_graph(self) -> None:
-        """Only what torch.compile can follow: which parameters have gradients."""
-        params, grads, numbers = [], [], []
-        for number, param in enumerate(self.numbered_params()):
-            if param.grad is not None:
-                params.append(param)
-                grads.append(param.grad)
-                numbers.append(number)
-        with torch.no_grad():
-            optimizer_step(params, grads, numbers, self._handle)
-
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
         params = self.numbered_params()
@@ -286,6 +280,8 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self._taker is not None:
+            self._taker.drop_gradients()
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
@@ -305,6 +301,8 @@ class FusedAdamS(Optimizer):
             for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
                 group["weight_decay"] = weight_decay
         """
+        if self._taker is not None:
+            self._taker.settle()
         # What a resumed run could not find out: which steps were skipped, and the mean at the end of calibration.
         self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         self._stepper.end_calibration(self.param_groups)
@@ -325,6 +323,8 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
+        if self._taker is not None:
+            self._taker.settle()
         self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         return {
             **super().__getstate__(),
@@ -338,6 +338,8 @@ class FusedAdamS(Optimizer):
         """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
         state = state.copy()
         last = None
+        if self._taker is not None:
+            self._taker.forget()
         if "_stepper" not in self.__dict__:
             self._stepper, last = checkpoints.unpickled(state)
         super().__setstate__(state)
@@ -346,9 +348,10 @@ class FusedAdamS(Optimizer):
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
-        if self._gradient_release is not None:
-            self._gradient_release.forget()
-            self._gradient_release.watch(self.param_groups, self.state)
+        if self._taker is None:
+            self._taker = new_offload(self._stepper, self.param_groups, self.state)
+        else:
+            self._taker.watch(self.param_groups, self.state)
 
     # --- What users log
 

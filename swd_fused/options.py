@@ -106,6 +106,7 @@ class Options(NamedTuple):
     schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "exact"
     total_numel: Annotated[int | None, TOTAL_NUMEL.or_none()] = None
     backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
+    offload: Annotated[bool, FLAG] = False
 
     def of_tensors(self) -> Options:
         """Returns what descriptions of tensors depend on: all but what a step's call is told."""
@@ -208,6 +209,11 @@ def checked(options: Options) -> Options:
         raise ValueError(
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
+        )
+    if options.offload and options.backend == "triton":
+        raise ValueError(
+            'FusedAdamS got offload=True with backend="triton", whose kernels run on the GPU, while offload steps on '
+            'the CPU. Use backend="auto", or "cpu".'
         )
     if options.schedule == "lagged":
         _check_lagged(options)

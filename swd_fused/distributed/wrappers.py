@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from swd_fused.distributed.sharding import is_distributed
+from swd_fused.distributed.sharding import is_distributed, is_dtensor
 
 # By module of the class whose method calls `step`, and what to do there.
 SUM_OVER = "pass process_group=, the group over which it shards"
@@ -49,23 +49,45 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
 def refuse_late_reduction(params: Iterable[Tensor]) -> None:
     """Raises where gradients are still to be reduced over ranks when autograd has accumulated them, for releasing them
     then. Looks at all objects there are, since DistributedDataParallel leaves no mark on parameters: some 0.1 s."""
-    params = list(params)
-    module: Any = sys.modules.get("torch.nn.parallel.distributed")
-    found = _mark(params)
-    name = None if found is None else found[0]
-    if name is None and module is not None and is_distributed():
-        wrapper = module.DistributedDataParallel
-        own = set(map(id, params))
-        for other in gc.get_objects():
-            # By type: isinstance would ask proxies, which may import or compute something to answer.
-            if issubclass(type(other), wrapper) and own.intersection(map(id, other.parameters())):
-                name = wrapper.__name__
+    name = late_reducer(list(params))
     if name is not None:
         raise RuntimeError(
             f"release_gradients got parameters of {name}, which reduces gradients over ranks only after autograd has "
             "accumulated them: each rank would step with its own. Use FSDP2 (fully_shard; without sharding a mesh of "
             "two dimensions, the second of size 1), or step() after backward()."
         )
+
+
+def refuse_ranks_of_offloaded(params: Iterable[Tensor]) -> None:
+    """Raises where gradients that are copied to the host in the backward pass are not those of all ranks."""
+    params = list(params)
+    if not params:
+        return
+    name = "DTensors" if any(map(is_dtensor, params)) else late_reducer(params)
+    if name is None and is_distributed() and dist.get_world_size() > 1:
+        name = f"{dist.get_world_size()} ranks"
+    if name is not None:
+        raise RuntimeError(
+            f"FusedAdamS got offload=True for parameters of {name}, wanted those of one process: gradients are taken "
+            "away in the backward pass, before they are reduced. Leave offload out, and shard the model by FSDP2 with "
+            "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps parameters and state on the CPU."
+        )
+
+
+def late_reducer(params: list[Tensor]) -> str | None:
+    """Returns the name of a wrapper that reduces gradients after autograd has accumulated them."""
+    module: Any = sys.modules.get("torch.nn.parallel.distributed")
+    found = _mark(params)
+    if found is not None:
+        return found[0]
+    if module is not None and is_distributed():
+        wrapper = module.DistributedDataParallel
+        own = set(map(id, params))
+        for other in gc.get_objects():
+            # By type: isinstance would ask proxies, which may import or compute something to answer.
+            if issubclass(type(other), wrapper) and own.intersection(map(id, other.parameters())):
+                return str(wrapper.__name__)
+    return None
 
 
 def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:

@@ -50,3 +50,15 @@ def optimizer_step(params: list[Tensor], grads: list[Tensor], numbers: list[int]
 @optimizer_step.register_fake
 def _(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int) -> None:
     return None
+
+
+def step_within_a_graph(params: list[Tensor], handle: int) -> None:
+    """Does only what torch.compile can follow: finds out which parameters have gradients."""
+    present, grads, numbers = [], [], []
+    for number, param in enumerate(params):
+        if param.grad is not None:
+            present.append(param)
+            grads.append(param.grad)
+            numbers.append(number)
+    with torch.no_grad():
+        optimizer_step(present, grads, numbers, handle)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from math import prod
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,8 +15,9 @@ from swd_fused.distributed.wrappers import refuse_late_reduction
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
+from swd_fused.step.hooks import GradientTaker, StepCall
 from swd_fused.step.interrupts import deferred_interrupts
-from swd_fused.step.stepper import Stepper
+from swd_fused.step.stepper import Groups, Stepper
 from swd_fused.tensors.description import Description, State, StepInput, sharding_in
 from swd_fused.tensors.hyper import GroupValues, scalar_dtype
 from swd_fused.tensors.transfer import to_device
@@ -49,20 +47,57 @@ class ReleasedStep:
         self.gathered: dict[int, Tensor] = {}  # by id
         self.gathered_bytes = 0
 
+    def update(self, stepper: Stepper, values: GroupValues, inputs: StepInput) -> Description:
+        """Steps what has a gradient there; or finds that no parameter has taken a step yet, and keeps gradients."""
+        description = stepper.described(inputs)
+        try:
+            if stepper.options.uses_sums:
+                description.refuse_unknown_shards()
+            description.begin(values)
+            if self.mean is None:
+                if not stepper.step_before.has_stepped(description.buckets, description.ranks):
+                    self.keeps_gradients = True
+                    return description
+                sums = stepper.step_before.sums(description, NO_GATE)
+                self.mean = sums.mean(None, stepper.options.total_numel)
+            with deferred_interrupts():
+                self._update_buckets(description, self.mean)
+        finally:
+            description.end()
+        return description
 
-class GradientRelease:
+    def _update_buckets(self, description: Description, mean: Tensor) -> None:
+        for bucket in description.buckets:
+            if bucket.present_grads:
+                grad_sq = bucket.backend.pass2(bucket, to_device(mean, bucket.device), None, None, True)
+                grad_sq = to_device(grad_sq, description.ranks.device)
+                self.grad_sqs[bucket.sharding] = self.grad_sqs.get(bucket.sharding, 0) + grad_sq
+                bucket.note_step(may_have_been_skipped=False)
+
+    def end(self, stepper: Stepper, groups: Groups, description: Description, grad_sq: Tensor | None = None) -> None:
+        """Leaves what the next step needs, and keeps what users log."""
+        assert self.mean is not None, "known before the first update"
+        ranks = description.ranks
+        zero = torch.zeros((), dtype=scalar_dtype(ranks.device), device=ranks.device)
+        stepper.step_before.leave_released(description, self.grad_sqs)
+        if grad_sq is None:
+            grad_norm = stepper.step_before.grad_norm([zero, *self.grad_sqs.values()], NO_GATE, ranks)
+        else:
+            grad_norm = grad_sq.sqrt()
+        scalars = StepScalars(self.mean, grad_norm, None)
+        stepper.record(description, groups, stepper.begin(groups), scalars, NO_GATE)
+
+
+class GradientRelease(GradientTaker):
     """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
 
     The lagged mean follows from the state before the step, so it is known before the first gradient. Each update takes
     the description of an ordinary step, in which all gradients but a few are absent.
     """
 
-    def __init__(self, stepper: Stepper, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, stepper: Stepper, groups: Groups) -> None:
+        super().__init__()
         self._stepper = stepper
-        self._lock = threading.Lock()  # autograd has a thread for each device
-        self._hooks: dict[int, ReleaseHook] = {}  # by id of the parameter
-        self._watched: list[Tensor] = []  # the parameters that these ids belong to
-        self._accumulating = 0
         self._knows_wrappers = False
         self._step: ReleasedStep | None = None
         self._order = StreamOrder()
@@ -72,12 +107,11 @@ class GradientRelease:
         refuse_late_reduction(params_of(groups))
 
     @property
-    def has_ended(self) -> bool:
+    def has_ended(self) -> bool:  # type: ignore[override]
         """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
         return self.is_removed and self._step is None
 
     def check_change(self, name: str, value: object, options: Options) -> None:
-        """Raises if an option cannot be set to this value now, or ever with gradient release on."""
         if self._step is not None:
             raise RuntimeError(
                 f"FusedAdamS got {name}={value!r} after a backward pass that has stepped parameters already, with "
@@ -92,33 +126,20 @@ class GradientRelease:
         self._hooks = {}
         self.is_removed = True
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self._accumulating += 1
-        try:
-            yield
-        finally:
-            self._accumulating -= 1
-
-    def watch(self, groups: list[dict[str, Any]], state: State) -> None:
-        """Has a hook on each parameter that the optimizer has now: groups are added, and wrappers replace tensors."""
+    def watch(self, groups: Groups, state: State) -> None:
         self._groups, self._state = groups, state
-        by_id = {id(p): (p, group) for group in groups for p in group["params"] if p.requires_grad}
-        if by_id.keys() == self._hooks.keys():
-            return
-        for gone in self._hooks.keys() - by_id.keys():
-            self._hooks.pop(gone).remove()
-        for new in by_id.keys() - self._hooks.keys():
-            param, group = by_id[new]
+        group_of = {id(param): group for group in groups for param in group["params"]}
+
+        def share(param: Tensor) -> int:
             # Alike on all ranks, so that they step together what may have to be redistributed among them.
-            ranks = prod(over.size() for over in sharding_in(group, param, self._stepper.sharded_over))
-            self._hooks[new] = ReleaseHook(self, param, param.numel() * param.element_size() // ranks)
-        self._watched = [param for param, _ in by_id.values()]
+            ranks = prod(over.size() for over in sharding_in(group_of[id(param)], param, self._stepper.sharded_over))
+            return param.numel() * param.element_size() // ranks
+
+        self.hook(params_of(groups), share)
 
     @_disable_dynamo
     @torch.no_grad()
     def take(self, param: Tensor, size: int) -> None:
-        """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
         with self._lock:
             if self._accumulating or self.is_removed:
                 return
@@ -133,11 +154,13 @@ class GradientRelease:
                 self._release(step, list(step.gathered.values()))
 
     @_disable_dynamo
-    def end_step(self, groups: list[dict[str, Any]], state: State) -> None:
-        """Steps what was not released, and ends the step. Called by `optimizer.step()`."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.end_step(groups, state)
+    def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
+        """Steps what was not released, and ends the step."""
+        check_step_of_released(call)
+        with torch.inference_mode(False), torch.no_grad():
+            self._end_step(groups, state)
+
+    def _end_step(self, groups: Groups, state: State) -> None:
         self._groups, self._state = groups, state
         with self._lock:
             step, params = self._step, params_of(groups)
@@ -150,17 +173,15 @@ class GradientRelease:
                 again = [param for param in rest if id(param) in step.stepped]
                 if again:
                     raise RuntimeError(second_gradient(again[0]))
-                self._end(step, self._release(step, rest), step.mean)
+                step.end(self._stepper, groups, self._release(step, rest))
             self._step = None
             if self.is_removed:
-                return None
+                return
             for param in params:
                 param.grad = None
             self.watch(groups, state)
-        return None
 
     def forget(self) -> None:
-        """Drops a step that was begun, after other state was loaded."""
         self._step = None
 
     def _begun(self) -> ReleasedStep:
@@ -178,37 +199,17 @@ class GradientRelease:
         stepper = self._stepper
         self._order.begin(params)
         values = stepper.begin(self._groups)
-        description = stepper.described(self._inputs(params, values, self._state))
-        ranks = description.ranks
         try:
-            if stepper.options.uses_sums:
-                description.refuse_unknown_shards()
-            description.begin(values)
-            if step.mean is None:
-                if not stepper.step_before.has_stepped(description.buckets, ranks):
-                    step.keeps_gradients = True
-                    return description
-                sums = stepper.step_before.sums(description, NO_GATE)
-                step.mean = sums.mean(None, stepper.options.total_numel)
-            with deferred_interrupts():
-                self._update(step, description)
+            description = step.update(stepper, values, self._inputs(params, values, self._state))
         finally:
-            description.end()
             step.gathered, step.gathered_bytes = {}, 0
+        if step.mean is None:
+            return description
         self._order.end(params)
         step.stepped |= set(map(id, params))
         for param in params:
             param.grad = None
         return description
-
-    def _update(self, step: ReleasedStep, description: Description) -> None:
-        assert step.mean is not None, "known before the first update"
-        for bucket in description.buckets:
-            if bucket.present_grads:
-                mean = to_device(step.mean, bucket.device)
-                grad_sq = to_device(bucket.backend.pass2(bucket, mean, None, None, True), description.ranks.device)
-                step.grad_sqs[bucket.sharding] = step.grad_sqs.get(bucket.sharding, 0) + grad_sq
-                bucket.note_step(may_have_been_skipped=False)
 
     def _take_first_step(self, step: ReleasedStep, params: list[Tensor]) -> None:
         """Takes an exact step of all that has a gradient, and frees gradients as it goes.
@@ -227,7 +228,7 @@ class GradientRelease:
         step.mean = sums.mean(None, stepper.options.total_numel)
         for part in parts or [[]]:
             description = self._release(step, part)
-        self._end(step, description, step.mean, sums.grad_sq)
+        step.end(stepper, self._groups, description, sums.grad_sq)
 
     def _without_state(self, params: list[Tensor], values: GroupValues) -> Description:
         """Returns a description of these parameters and their gradients, with moments that are zero and nobody's."""
@@ -241,20 +242,8 @@ class GradientRelease:
         grads = [param.grad if id(param) in ids else None for param in every]
         return self._stepper.inputs(self._groups, values, state, every, grads)
 
-    def _end(self, step: ReleasedStep, description: Description, mean: Tensor, grad_sq: Tensor | None = None) -> None:
-        """Leaves what the next step needs, and keeps what users log."""
-        stepper, ranks = self._stepper, description.ranks
-        zero = torch.zeros((), dtype=scalar_dtype(ranks.device), device=ranks.device)
-        stepper.step_before.leave_released(description, step.grad_sqs)
-        if grad_sq is None:
-            grad_norm = stepper.step_before.grad_norm([zero, *step.grad_sqs.values()], NO_GATE, ranks)
-        else:
-            grad_norm = grad_sq.sqrt()
-        scalars = StepScalars(mean, grad_norm, None)
-        stepper.record(description, self._groups, stepper.begin(self._groups), scalars, NO_GATE)
 
-
-def params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
+def params_of(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
@@ -270,26 +259,6 @@ def in_parts(params: list[Tensor], count: int) -> list[list[Tensor]]:
         parts.setdefault(before * count // max(1, total), []).append(param)
         before += param.nbytes
     return list(parts.values())
-
-
-class ReleaseHook:
-    """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
-
-    def __init__(self, release: GradientRelease, param: Tensor, size: int) -> None:
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        for number in [number for number, hook in hooks.items() if isinstance(hook, ReleaseHook)]:
-            del hooks[number]  # of an optimizer that this one takes the place of
-        self._release = weakref.ref(release)
-        self._size = size
-        self._handle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, param: Tensor) -> None:
-        release = self._release()
-        if release is not None:
-            release.take(param, self._size)
-
-    def remove(self) -> None:
-        self._handle.remove()
 
 
 class StreamOrder:
@@ -342,19 +311,19 @@ def refuse_step_in_backward() -> NoReturn:
     )
 
 
-def check_step_of_released(has_closure: bool, gives_sum: bool, is_scaled: bool) -> None:
+def check_step_of_released(call: StepCall) -> None:
     """Refuses what `step` cannot be told after gradients were released."""
-    if has_closure:
+    if call.closure is not None:
         raise RuntimeError(
             "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "
             "runs the backward pass. Call backward() first, then step() without it."
         )
-    if gives_sum:
+    if call.grad_sumsq is not None or call.numel is not None or call.provider is not None:
         raise RuntimeError(
             "FusedAdamS.step() got the gradients' sum of squares with release_gradients() on, after most of them were "
             'stepped and freed. Use one of the two: grad_sumsq, or gradient release with schedule="lagged".'
         )
-    if is_scaled:
+    if call.scaling != (None, None):
         raise RuntimeError(
             "FusedAdamS.step() was called by a GradScaler with release_gradients() on: the loss scale, and whether to "
             "skip the step, come after most gradients were stepped and freed. Train in bfloat16, which needs no loss "

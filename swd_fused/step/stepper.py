@@ -99,20 +99,23 @@ class Stepper:
         scaling: tuple[Tensor | None, Tensor | None] = (None, None),
         grad_sumsq: float | Tensor | None = None,
         numel: int | None = None,
+        params: list[Tensor] | None = None,
     ) -> None:
         """Takes a step with these gradients, or with those that the parameters have.
 
-        `scaling` are the loss scale and whether GradScaler has found an infinity.
+        `scaling` are the loss scale and whether GradScaler has found an infinity. `params` are stepped in place of the
+        groups' own, and have the state.
         """
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
-                return self.take(groups, state, grads, scaling, grad_sumsq, numel)
+                return self.take(groups, state, grads, scaling, grad_sumsq, numel, params)
         options, values = self.options, self._values
         if values is None or not values.hold(groups):
             values = self._values = GroupValues(groups, options.decay)
         if values.is_calibrating or values.tensor_lrs or self.decay_warning.is_due:
             values = self.begin(groups)
-        params = list(chain.from_iterable(map(PARAMS, groups)))
+        if params is None:
+            params = list(chain.from_iterable(map(PARAMS, groups)))
         if grads is None:
             grads = list(map(GRAD, params))
         has_grads = any(map(is_not, grads, repeat(None)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -276,6 +276,10 @@ def provided(given: object) -> tuple[Any, Any]:
             "None."
         )
     return given
+
+
+def refuse_numel_alone(numel: object) -> NoReturn:
+    raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")
 
 
 def checked_grad_sq(

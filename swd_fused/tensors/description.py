@@ -34,6 +34,7 @@ from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
 from swd_fused.tensors.group_checks import check_grads, check_params
 from swd_fused.tensors.hyper import Group, GroupValues
 from swd_fused.tensors.transfer import is_fake
+from swd_fused.tensors.twins import device_of_step
 
 State = dict[Tensor, dict[str, Any]]
 
@@ -82,7 +83,8 @@ class Description:
         numbers = [entry.number for entry in self._entries]
         self._numbers = None if len(numbers) == len(self._params) else numbers
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
-        self.ranks = collective_of([(param, group) for group in groups for param in group["params"]], step.sharded_over)
+        groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
+        self.ranks = collective_of(list(zip(self._params, groups_of_params, strict=True)), step.sharded_over)
         self._unchecked = unmarked_params(groups, step.sharded_over) if self._is_distributed else []
         self.may_have_unknown_shards = bool(self._unchecked)
         self.has_amsgrad = any(group["amsgrad"] for group in groups)
@@ -389,7 +391,7 @@ def backend_for(param: Tensor, options: Options) -> tuple[Backend, str]:
     """Returns the backend that steps a parameter, and how `repr` describes it."""
     # Where there is no memory nothing is computed, and only plain operations know what comes out.
     name = "torch" if is_fake(param) and not param.is_meta else options.backend
-    return backends.choose(name, param.device, param.dtype.to_real())
+    return backends.choose(name, device_of_step(param, options), param.dtype.to_real())
 
 
 # --- Ranks

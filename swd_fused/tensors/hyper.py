@@ -130,7 +130,8 @@ class Hyper:
                 'changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads in each replay, or a number, '
                 "which stays as it is in the graph."
             )
-        self.column("lr")[index].copy_(lr.detach().reshape(()).clamp(min=0), non_blocking=True)
+        is_waited_for = self.table.is_cpu  # else it would be read before it is there
+        self.column("lr")[index].copy_(lr.detach().reshape(()).clamp(min=0), non_blocking=not is_waited_for)
 
 
 class GroupValues:

@@ -1,0 +1,91 @@
+"""A model whose gradients are told, the same on a GPU with offload and on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swd_fused import FusedAdamS
+
+SHAPES = [(40, 30), (7,), (0,), (5, 5, 5), (), (300,)]
+
+
+class Gradients(torch.autograd.Function):
+    """Gives parameters the gradients that it is told, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return torch.zeros((), device=param.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0].clone(), None
+
+
+class Run:
+    """A model on a device, its optimizer, and gradients that do not depend on the device."""
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        shapes: list[tuple[int, ...]] = SHAPES,
+        **options: Any,
+    ) -> None:
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.device, self.dtype, self.shapes, self.options = device, dtype, shapes, options
+        self.params = [nn.Parameter(self.random(generator, shape)) for shape in shapes]
+        with torch.no_grad():
+            if self.params[0].dim() == 2:
+                self.params[0].data = self.params[0].t().contiguous().t()  # strides are kept
+        self.optimizer = self.new_optimizer()
+
+    def groups(self) -> list[dict[str, Any]]:
+        half = len(self.params) // 2
+        return [
+            {"params": self.params[:half], "lr": 1e-2, "weight_decay": 2e-3},
+            {"params": self.params[half:], "lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6},
+        ]
+
+    def new_optimizer(self) -> FusedAdamS:
+        return FusedAdamS(self.groups(), offload=self.device != "cpu", **self.options)
+
+    def random(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(self.dtype).to(self.device)
+
+    def grads(self, t: int) -> list[Tensor | None]:
+        """Gradients of different sizes. Some come and go, and one comes late."""
+        generator = torch.Generator("cpu").manual_seed(1000 + t)
+        grads = [self.random(generator, shape) * 10.0 ** -(i % 3) for i, shape in enumerate(self.shapes)]
+        return [None if (i == 1 and t % 3 == 1) or (i == 3 and t < 2) else grad for i, grad in enumerate(grads)]
+
+    def backward(self, grads: list[Tensor | None]) -> None:
+        pairs = [(param, grad) for param, grad in zip(self.params, grads, strict=True) if grad is not None]
+        torch.stack([Gradients.apply(param, grad) for param, grad in pairs]).sum().backward()
+
+    def train(self, steps: range) -> list[tuple[float, float]]:
+        logged = []
+        for t in steps:
+            self.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + t)
+            self.backward(self.grads(t))
+            self.step()
+            logged.append((float(self.optimizer.exp_avg_sq_mean), float(self.optimizer.grad_norm)))
+        return logged
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.device == "cpu":
+            self.optimizer.zero_grad()
+
+
+def assert_same_bits(run: Run, other: Run) -> None:
+    for param, twin in zip(run.params, other.params, strict=True):
+        assert torch.equal(param.cpu(), twin)
+        state, twin_state = run.optimizer.state[param], other.optimizer.state[twin]
+        assert state.keys() == twin_state.keys()
+        for key in state:
+            assert state[key].is_cpu
+            assert torch.equal(state[key], twin_state[key]), key
