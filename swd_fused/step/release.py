@@ -18,8 +18,9 @@ from swd_fused.state.moments import has_moments
 from swd_fused.step.hooks import GradientTaker, StepCall
 from swd_fused.step.interrupts import deferred_interrupts
 from swd_fused.step.stepper import Groups, Stepper
-from swd_fused.tensors.description import Description, State, StepInput, sharding_in
+from swd_fused.tensors.description import Description, State, StepInput
 from swd_fused.tensors.hyper import GroupValues, scalar_dtype
+from swd_fused.tensors.ranks import sharding_in
 from swd_fused.tensors.transfer import to_device
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.

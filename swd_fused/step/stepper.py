@@ -33,8 +33,9 @@ from swd_fused.step.sums import (
 )
 from swd_fused.tensors import graphs
 from swd_fused.tensors.bucket import Bucket
-from swd_fused.tensors.description import Description, State, StepInput, collective_of, sharding_in
+from swd_fused.tensors.description import Description, State, StepInput
 from swd_fused.tensors.hyper import PARAMS, Group, GroupValues
+from swd_fused.tensors.ranks import collective_of, sharding_in
 from swd_fused.tensors.transfer import from_host, to_device
 
 # Wrappers that show the optimizer one group at a time come back to each of them.

@@ -15,15 +15,12 @@ from torch import Tensor
 
 from swd_fused import backends
 from swd_fused.backends import Backend
-from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import (
     ShardedOver,
-    Sharding,
     is_distributed,
     is_dtensor,
     local_grads,
     local_tensor,
-    sharding_of,
 )
 from swd_fused.distributed.wrappers import refuse_unknown_shards
 from swd_fused.options import MASTER, Options
@@ -33,6 +30,7 @@ from swd_fused.state.moments import KEYS, has_moments
 from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
 from swd_fused.tensors.group_checks import check_grads, check_params
 from swd_fused.tensors.hyper import Group, GroupValues
+from swd_fused.tensors.ranks import collective_of, sharding_in, unmarked_params
 from swd_fused.tensors.transfer import is_fake
 from swd_fused.tensors.twins import device_of_step
 
@@ -392,36 +390,3 @@ def backend_for(param: Tensor, options: Options) -> tuple[Backend, str]:
     # Where there is no memory nothing is computed, and only plain operations know what comes out.
     name = "torch" if is_fake(param) and not param.is_meta else options.backend
     return backends.choose(name, device_of_step(param, options), param.dtype.to_real())
-
-
-# --- Ranks
-
-
-def sharding_in(group: Group, param: Tensor, sharded_over: ShardedOver | None) -> Sharding:
-    """Returns the process groups over which a parameter is sharded. A group's own `process_group` comes first."""
-    if not is_distributed():
-        return ()
-    return sharding_of(param, over_of(group, sharded_over))
-
-
-def over_of(group: Group, sharded_over: ShardedOver | None) -> ShardedOver | None:
-    """Returns the process group that a group of parameters is sharded over: its own, or the optimizer's."""
-    return ShardedOver.checked(group.get("process_group", sharded_over))
-
-
-def collective_of(params: Sequence[tuple[Tensor, Group]], sharded_over: ShardedOver | None) -> Collective:
-    """Returns the all-reduces over all parameters, with a gradient or not: all ranks must come to the same."""
-    device = params[0][0].device if params else torch.device("cpu")
-    if not is_distributed():
-        return Collective([], [], device)
-    shardings = {sharding_in(group, param, sharded_over) for param, group in params}
-    if sharded_over is not None:  # a rank may have no parameters at all, and must take part
-        shardings.add(sharding_of(None, sharded_over))
-    given = [sharded_over, *(over_of(group, sharded_over) for _, group in params)]
-    return Collective(shardings, [over.group for over in given if over is not None], device)
-
-
-def unmarked_params(groups: Sequence[Group], sharded_over: ShardedOver | None) -> list[Tensor]:
-    """Returns the plain tensors of which nobody has said whether they are shards. A group that says None is whole."""
-    unsaid = [group for group in groups if "process_group" not in group and sharded_over is None]
-    return [param for group in unsaid for param in group["params"] if not is_dtensor(param)]

@@ -44,6 +44,7 @@ LAYERS = [
     ["state.load"],
     ["tensors.bucket", "step.adamw_terms", "step.compiled"],
     ["backends"],
+    ["tensors.ranks"],
     ["tensors.description"],
     ["step.sums"],
     ["step.stepper"],
