@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_launches, gpu_modes, gpu_report
-from benchmarks.contenders import CLIPPED_PEER, PEER, Contender, gpu_peers, parameters
+from benchmarks.contenders import CLIPPED_PEER, PEER, Contender, parameters
 from benchmarks.gpu_modes import MODES, Mode
 from benchmarks.gpu_report import Result, Section
-from benchmarks.plot_step_time import COLOURS
 from tests.device import DEVICE
 
 on_gpu_only = pytest.mark.skipif(
@@ -164,14 +163,6 @@ def test_the_mode_with_an_infinity_skips_a_step() -> None:
 def test_events_of_the_profiler(name: str, device_type: str, kind: str | None) -> None:
     event = SimpleNamespace(name=name, device_type=getattr(torch.autograd.DeviceType, device_type))
     assert gpu_launches.kind_of(event) == kind
-
-
-@on_cpu_only
-def test_every_peer_has_a_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.contenders.find_spec", lambda package: object())
-    names = [peer.name for peer in gpu_peers()]
-    assert len(names) == 3
-    assert set(names) <= COLOURS.keys()
 
 
 @on_cpu_only

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import plot_step_time
 from benchmarks.conditions import read_rows
-from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, TORCHAO
+from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, TORCHAO, gpu_peers
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG"
@@ -30,8 +30,10 @@ def test_plot_from_a_stored_csv(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "picture.png").read_bytes().startswith(PNG)
 
 
-def test_every_bar_has_a_colour() -> None:
-    names = {c.name for c in (*CONTENDERS, *GPU_CONTENDERS) if c.name != c.peer}
+def test_every_bar_has_a_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other packages too, installed or not."""
+    monkeypatch.setattr("benchmarks.contenders.find_spec", lambda package: object())
+    names = {c.name for c in (*CONTENDERS, *GPU_CONTENDERS, *gpu_peers()) if c.name != c.peer}
     assert set(plot_step_time.COLOURS) == {*names, TORCHAO}
 
 
