@@ -90,7 +90,7 @@ class EmulatedStep:
             "grad_scale": self._put(np.ones(1, np.float32)),
             "found_inf": self._put(np.zeros(1, np.float32)),
         }
-        self.numbers = {"n_tensors": len(params)}
+        self.numbers = {"n_tensors": len(params), "n_segments": len(self.segments)}
 
     def set_grads(self, grads: Sequence[Tensor], grad_scale: float = 1.0, found_inf: bool = False) -> None:
         for address, grad in zip(self.columns[tables.TENSOR.grad], grads, strict=True):
@@ -103,7 +103,8 @@ class EmulatedStep:
         names = [name for name in getattr(kernels, kernel).arg_names if name in self.at or name in self.numbers]
         args = [self.numbers[name] if name in self.numbers else self.at[name] for name in names]
         code = emulated(kernel, self.arch, self.configuration, self.change)
-        return code.run(self.memory, args, self.programs, binary.threads, binary.shared_bytes, seed, find_races, 10**8)
+        programs = 1 if kernel == "last_exp_avg_sq_sum_kernel" else self.programs
+        return code.run(self.memory, args, programs, binary.threads, binary.shared_bytes, seed, find_races, 10**8)
 
     def get(self, name: str, dtype: type = np.float64) -> Array:
         """A whole table."""

@@ -113,7 +113,7 @@ class TritonBackend:
                 plan.corrections_of_last = corrections
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
-            plan.launch(kernel, bucket, part, (*written, plan.last), *read)
+            plan.launch(kernel, bucket, part, (*written, plan.last), *read, part.n_segments)
         else:
             try:
                 plan.launch(kernel, bucket, part, written, *read)

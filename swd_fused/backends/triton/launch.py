@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, torch.dtype | int] = {
     **dict.fromkeys(("steps", "grad_scale", "found_inf"), torch.float32),
     **dict.fromkeys(("tensors", "segments"), torch.int64),
     **dict.fromkeys(("counter", "program_segments"), torch.int32),
-    "n_tensors": 0,
+    **dict.fromkeys(("n_tensors", "n_segments"), 0),
 }
 
 

@@ -113,14 +113,15 @@ class Plan:
             launcher = launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
             part.launchers[kernel, sum_grads] = launcher
         tables = bucket.steps, self.table, part.segments, part.program_segments, bucket.hyper.table
-        launcher(part.programs, *written, *tables, *others)
+        programs = 1 if kernel is kernels.last_exp_avg_sq_sum_kernel else part.programs
+        launcher(programs, *written, *tables, *others)
 
     def new_totals(self, bucket: Bucket) -> Tensor:
         """A row for each part, with the columns of `slots`."""
         return torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
 
     def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
-        self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, [last, part.sums, part.slots, part.counter])
+        self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, [last, part.sums], part.n_segments)
 
     def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
         key = max_grad_norm, bucket.numel

@@ -43,10 +43,10 @@ def exact_step_kernel(
             passes.advance_steps(tables, n_tensors)
 
 
-@triton.jit(do_not_specialize=["n_tensors"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
+@triton.jit(do_not_specialize=["n_tensors", "n_segments"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
 def lagged_step_kernel(
     results, sums, slots, counter, last, steps, tensors, segments, program_segments, hyper,
-    limits, grad_scale, found_inf, n_tensors, CONFIG: tl.constexpr,
+    limits, grad_scale, found_inf, n_tensors, n_segments, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the mean of the sums that the launch before has left in `last`.
 
@@ -61,12 +61,11 @@ def lagged_step_kernel(
         passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
     else:
         passes.update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, True)
-        tl.debug_barrier()
-        passes.last_exp_avg_sq_sums(tables, sums, slots, False)
     if is_last(counter, 1):
         if not skip:
             passes.advance_steps(tables, n_tensors)
-            store_last(last, slots)
+            tl.debug_barrier()
+            store_last(last, tables, sums, n_segments)
         store_results(results, exp_avg_sq_mean, unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum)), skip)
 
 
@@ -113,12 +112,10 @@ def stored_sums_kernel(sums, steps, tensors, segments, program_segments, hyper, 
     passes.stored_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, CONFIG)
 
 
-@triton.jit
-def last_exp_avg_sq_sum_kernel(last, sums, slots, counter, steps, tensors, segments, program_segments, hyper):
-    """Finds what a lagged step leaves in `last`, on the same grid, so that it has the same bits."""
-    passes.last_exp_avg_sq_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, slots, True)
-    if is_last(counter, 1):
-        store_last(last, slots)
+@triton.jit(do_not_specialize=["n_segments"])
+def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, program_segments, hyper, n_segments):
+    """One program."""
+    store_last(last, Tables(steps, tensors, segments, program_segments, hyper), sums, n_segments)
 
 
 @triton.jit
@@ -129,9 +126,10 @@ def store_results(results, exp_avg_sq_mean, grad_norm, skip):
 
 
 @triton.jit
-def store_last(last, slots):
-    tl.store(last + LAST.total, passes.total_of(slots, SLOT.last_total))
-    tl.store(last + LAST.numel, passes.total_of(slots, SLOT.last_numel))
+def store_last(last, tables, sums, n_segments):
+    total, numel = passes.last_exp_avg_sq_sum(tables, sums, n_segments)
+    tl.store(last + LAST.total, total)
+    tl.store(last + LAST.numel, numel)
 
 
 @triton.jit

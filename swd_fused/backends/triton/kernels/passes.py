@@ -118,35 +118,25 @@ def total_of(slots, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def last_exp_avg_sq_sums(tables, sums, slots, IS_COUNTED: tl.constexpr):
-    """Leaves in this program's slot the sum of v^ as a step leaves it, and its count, over tensors that have taken one.
-
-    By program, since a single one would walk all segments while the others have gone. IS_COUNTED tells whether `steps`
-    counts that step already.
-    """
+def last_exp_avg_sq_sum(tables, sums, n_segments):
+    """The sum of v^ as the step before left it, and its count, over tensors that have taken a step."""
     lanes = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float64)
     numel = tl.zeros([ROWS], tl.float64)
-    first, end = segments_of_program(tables)
-    for begin in range(first, end, ROWS):
-        mask = begin + lanes < end
+    for begin in range(0, n_segments, ROWS):
+        mask = begin + lanes < n_segments
         rows = tables.segments + (begin + lanes) * SEGMENT.columns
         tensor = tl.load(rows + SEGMENT.tensor, mask=mask, other=0)
-        tensor_rows = tables.tensors + tensor * TENSOR.columns
-        hyper_rows = tables.hyper + tl.load(tensor_rows + TENSOR.group, mask=mask, other=0) * HYPER.columns
-        beta2 = tl.load(hyper_rows + HYPER.beta2, mask=mask, other=0.0)
-        corrects_bias = tl.load(hyper_rows + HYPER.corrects_bias, mask=mask, other=0.0)
+        group = tl.load(tables.tensors + tensor * TENSOR.columns + TENSOR.group, mask=mask, other=0)
+        beta2 = tl.load(tables.hyper + group * HYPER.columns + HYPER.beta2, mask=mask, other=0.0)
         step = tl.load(tables.steps + tensor, mask=mask, other=0.0)
-        if not IS_COUNTED:
-            step += (tl.load(tensor_rows + TENSOR.grad, mask=mask, other=-1) != -1).to(tl.float32)
+        corrects_bias = tl.load(tables.hyper + group * HYPER.columns + HYPER.corrects_bias, mask=mask, other=0.0)
         bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
         stepped = step > 0
         exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM.columns + SUM.total, mask=mask, other=0.0)
         total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
         numel += tl.where(stepped, tl.load(rows + SEGMENT.length, mask=mask, other=0), 0).to(tl.float64)
-    slot = slots + tl.program_id(0) * SLOT.columns
-    tl.store(slot + SLOT.last_total, tl.sum(total))
-    tl.store(slot + SLOT.last_numel, tl.sum(numel))
+    return tl.sum(total), tl.sum(numel)
 
 
 @triton.jit

@@ -39,8 +39,8 @@ SEGMENT = Columns("tensor", "start", "length")
 HYPER = Columns(*HyperRow._fields)
 
 # Of `slots` (float64), a row for each program: what it adds to the sums between the passes, and what it makes of the
-# totals. The last two are what `last` is made of.
-SLOT = Columns("grad_sum", "carried", "fresh", "max_sum", "mean", "grad_factor", "last_total", "last_numel")
+# totals.
+SLOT = Columns("grad_sum", "carried", "fresh", "max_sum", "mean", "grad_factor")
 
 # Of `sums` (float64), a row for each segment: the sum of its second moments, and how many steps its tensor had taken
 # when they were summed. If it has taken more since, somebody else has stepped the tensor.
