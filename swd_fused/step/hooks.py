@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ class StepCall(NamedTuple):
     scaling: tuple[Tensor | None, Tensor | None]  # the loss scale, and whether GradScaler has found an infinity
 
 
-class GradientTaker:
+class GradientTaker(ABC):
     """Takes gradients in the backward pass. `optimizer.step()` ends the step."""
 
     has_ended = False  # whether steps are ordinary ones again
@@ -58,34 +59,34 @@ class GradientTaker:
         self._watched = list(by_id.values())
         return bool(new)
 
+    @abstractmethod
     def watch(self, groups: Groups, state: State) -> None:
         """Follows the parameters that the optimizer has now: groups are added, and wrappers replace tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, param: Tensor, size: int) -> None:
         """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_step(self, groups: Groups, state: State, call: StepCall) -> float | None:
         """Does what `optimizer.step()` has to do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_change(self, name: str, value: object, options: Options) -> None:
         """Raises if an option cannot be set to this value now, or ever."""
-        raise NotImplementedError
 
-    def check_between_steps(self, what: str) -> None:
+    def check_between_steps(self, what: str) -> None:  # noqa: B027  # mostly there is nothing to do
         """Raises if a step is begun that has no place for something new."""
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:  # noqa: B027  # mostly there is nothing to do
         """Forgets gradients that are taken and not used. Called by `zero_grad`."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  # mostly there is nothing to do
         """Waits until nobody writes to the state."""
 
+    @abstractmethod
     def forget(self) -> None:
         """Drops a step that was begun, after other state was loaded."""
-        raise NotImplementedError
 
 
 class GradientHook:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,9 @@ from swd_fused import FusedAdamS
 from swd_fused.step import overlap
 from swd_fused.tensors import twins
 from tests.backends.offloaded_run import Run, assert_same_bits
-from tests.device import DEVICE
+from tests.device import DEVICE, needs_gpu
 
-pytestmark = pytest.mark.skipif(
-    "SWD_FUSED_TEST_DEVICE" not in os.environ or DEVICE == "cpu",
-    reason="needs a CUDA or ROCm GPU, and is run there by `make test-gpu`",
-)
+pytestmark = needs_gpu
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},

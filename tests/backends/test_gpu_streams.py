@@ -5,7 +5,6 @@ The virtual GPU runs each stream as late as it may, so that whoever gets the mem
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.device import DEVICE
+from tests.device import needs_gpu
 from tests.runs import random_params
 
-pytestmark = pytest.mark.skipif(
-    "SWD_FUSED_TEST_DEVICE" not in os.environ or DEVICE == "cpu",
-    reason="needs a CUDA or ROCm GPU, and is run there by `make test-gpu`",
-)
+pytestmark = needs_gpu
 
 BLOCKS = 64  # of the allocator: more than a step gives back
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from swd_fused import FusedAdamS
 from swd_fused.distributed.sharding import local_tensor
-from tests.device import DEVICE
+from tests.device import needs_gpu
 from tests.distributed.ranks import once_on_ranks
 
-pytestmark = pytest.mark.skipif(
-    "SWD_FUSED_TEST_DEVICE" not in os.environ or DEVICE == "cpu",
-    reason="needs a CUDA or ROCm GPU, and is run there by `make test-gpu`",
-)
+pytestmark = needs_gpu
 
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from swd_fused import FusedAdamS
+from swd_fused.distributed.collective import device_for
 from swd_fused.distributed.sharding import ShardedOver
 from tests.distributed.ranks import once_on_ranks
 
@@ -197,3 +199,10 @@ def averaged(dtype: torch.dtype) -> bool:
 
 def test_masters_follow_the_averages_of_post_local_sgd() -> None:
     assert once_on_ranks(2, averaged, torch.bfloat16) == [True, True]
+
+
+@pytest.mark.parametrize(("served", "place"), [(("cuda",), "cuda"), (("cpu", "cuda"), "cpu")])
+def test_sums_of_offloaded_shards_travel_where_their_group_can(served: tuple[str, ...], place: str) -> None:
+    """NCCL alone knows nothing of the CPU, where FSDP2's CPUOffloadPolicy keeps parameters."""
+    group: Any = SimpleNamespace(_device_types=[torch.device(name) for name in served])
+    assert device_for(group, torch.device("cpu")) == torch.device(place)

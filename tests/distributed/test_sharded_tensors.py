@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swd_fused import FusedAdamS
 from swd_fused.backends import torch_fused_kernel
-from swd_fused.distributed.collective import device_for
 from swd_fused.step import clipped_steps, sums
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
@@ -527,10 +525,3 @@ def test_a_rank_outside_of_a_mesh_is_told() -> None:
 
 def test_repr_names_the_ranks() -> None:
     assert all("process_group: ranks [0, 1]\n" in answers["repr"] for answers in results(2))
-
-
-@pytest.mark.parametrize(("served", "place"), [(("cuda",), "cuda"), (("cpu", "cuda"), "cpu")])
-def test_sums_of_offloaded_shards_travel_where_their_group_can(served: tuple[str, ...], place: str) -> None:
-    """NCCL alone knows nothing of the CPU, where FSDP2's CPUOffloadPolicy keeps parameters."""
-    group: Any = SimpleNamespace(_device_types=[torch.device(name) for name in served])
-    assert device_for(group, torch.device("cpu")) == torch.device(place)
