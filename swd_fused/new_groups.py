@@ -23,6 +23,9 @@ Group = Mapping[str, Any]
 # about lr. At 1e-5 it was 3% of a small language model's weights that moved.
 SMALL_LR_FOR_BFLOAT16 = 1e-4
 
+# Of a weight, in each step: AdamW's decay of 0.1 takes no more at a learning rate of 0.1.
+LARGE_SHARE = 1e-2
+
 # For warnings from what `check_all` calls, in terms of the constructor. Two levels are those of torch's decorator.
 CALLER_OF_CONSTRUCTOR = 6
 
@@ -93,6 +96,7 @@ def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Gr
     _warn_without_codes(groups)
     _check_use_of_precision(options, dtypes)
     _warn_of_lost_updates(options, groups)
+    _warn_of_large_shares(options, groups)
 
 
 def _check_use_of_seed(options: Options, groups: Sequence[Group]) -> None:
@@ -146,3 +150,14 @@ def _warn_of_lost_updates(options: Options, groups: Sequence[Group]) -> None:
                 stacklevel=CALLER_OF_CONSTRUCTOR,
             )
             return
+
+
+def _warn_of_large_shares(options: Options, groups: Sequence[Group]) -> None:
+    """Warns of AdamW's weight decay where nothing multiplies it by a learning rate."""
+    largest = max((group["weight_decay"] for group in groups), default=0.0)
+    if options.decay == "independent" and largest > LARGE_SHARE:
+        warnings.warn(
+            f"FusedAdamS got weight_decay={largest:g} with decay='independent': each step at the largest learning rate "
+            f"removes {largest:.3g} of each weight. AdamW's value times its largest learning rate decays as AdamW's.",
+            stacklevel=CALLER_OF_CONSTRUCTOR,
+        )

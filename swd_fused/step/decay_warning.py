@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from swd_fused.tensors.hyper import FAR_BEYOND_ADAMW
+from swd_fused.tensors.largest_lr import SO_FAR
 from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
 
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
@@ -32,6 +33,7 @@ CALIBRATED_ADVICE = (
 
 class GroupDecay(NamedTuple):
     lr: float | None  # None: a tensor, read with the mean
+    largest_lr: float | None  # of corrected decay; else 0
     weight_decay: float
     eps: float
     max_decay: float
@@ -58,7 +60,7 @@ class DecayWarning:
         if self.is_done or self.is_due or is_fake(exp_avg_sq_mean):
             return
         is_early, self.early_steps_left = self.early_steps_left > 0, self.early_steps_left - 1
-        tensor_lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        tensor_lrs = [lr for group in groups for lr in _lrs_of(group) if isinstance(lr, Tensor)]
         decays = [_decay_of(group) for group in groups]
         if exp_avg_sq_mean.is_cpu:
             self._message = self._bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], decays, is_early)
@@ -81,15 +83,17 @@ class DecayWarning:
             warnings.warn(message, stacklevel=2)
 
     def _bound(self, values: list[float], decays: list[GroupDecay], is_early: bool) -> str | None:
-        """Returns the warning, if there is one. `values` are the mean and those learning rates that are tensors."""
+        """Returns the warning, if there is one. `values` are the mean and those learning rates that are tensors, each
+        with the largest one where that counts."""
         exp_avg_sq_mean, *rest = values
         tensor_lrs = iter(rest)
         if not exp_avg_sq_mean > 0:
             return None
         rms = math.sqrt(exp_avg_sq_mean)
-        for index, (lr, weight_decay, eps, max_decay) in enumerate(decays):
+        for index, (lr, largest, weight_decay, eps, max_decay) in enumerate(decays):
             lr = next(tensor_lrs) if lr is None else lr
-            scheduled = weight_decay / (rms + eps)
+            largest = next(tensor_lrs) if largest is None else largest
+            scheduled = weight_decay / (rms + eps) * (lr / largest if largest > lr else 1)
             acts_like = (
                 f"at an rms gradient of {rms:.2g} weight_decay={weight_decay:g} acts like {scheduled:.3g} in AdamW"
             )
@@ -106,7 +110,15 @@ class DecayWarning:
         return None
 
 
+def _lrs_of(group: Mapping[str, Any]) -> tuple[float | Tensor, float | Tensor]:
+    """Returns the learning rate and the largest one: the given one, unless that is not larger than those so far."""
+    if not group["corrected_decay"]:
+        return group["lr"], 0.0
+    given, so_far = group["largest_lr"] or 0.0, group[SO_FAR]
+    return group["lr"], so_far.clamp(min=given) if isinstance(so_far, Tensor) else max(given, so_far)
+
+
 def _decay_of(group: Mapping[str, Any]) -> GroupDecay:
-    lr = group["lr"]
+    lr, largest = (None if isinstance(value, Tensor) else value for value in _lrs_of(group))
     weight_decay = group["weight_decay"] if group.get("adamw_weight_decay") is None else 0.0
-    return GroupDecay(None if isinstance(lr, Tensor) else lr, weight_decay, group["eps"], group["max_decay"])
+    return GroupDecay(lr, largest, weight_decay, group["eps"], group["max_decay"])

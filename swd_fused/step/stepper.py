@@ -173,7 +173,8 @@ class Stepper:
             values = self._values = GroupValues(groups, self.options.decay)
         if values.is_calibrating and self.end_calibration(groups):
             values = self._values = GroupValues(groups, self.options.decay)
-        values.check_tensor_lrs()
+        if values.tensor_lrs:
+            values.begin_tensor_lrs(groups)
         if self.decay_warning.is_due:
             self.decay_warning.warn()
         return values

@@ -25,8 +25,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def hyper(decay: float = 5e-4) -> torch.Tensor:
     """Two groups."""
     rows = [
-        HyperRow(1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0),
-        HyperRow(1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0),
+        HyperRow(1e-3, 1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0, 0.0),
+        HyperRow(1e-2, 1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0, 0.0),
     ]
     return torch.tensor(rows, dtype=torch.float64)
 

@@ -127,18 +127,21 @@ def segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.cons
     row = segment.hyper_row
     beta1, beta2 = tl.load(row + HYPER.beta1), tl.load(row + HYPER.beta2)
     corrects_bias = tl.load(row + HYPER.corrects_bias)
+    factor = decay_factor(exp_avg_sq_mean, row)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
         # Compilers leave out what is multiplied by a constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
         (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
-        decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
+        factor.to(CONFIG.compute),
         (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
         beta1 <= 0.5,  # see csrc/element.h
         tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
+        # Without any cautious group nobody asks for it.
+        tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, factor).to(CONFIG.compute) if CONFIG.cautious else 0,
     )
 
 
@@ -187,7 +190,7 @@ def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constex
     largest = v
     if CONFIG.amsgrad:
         largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
-    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
+    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
     if CONFIG.master:
         store_block(operands.weight, p, offsets, count, VECTOR)
     if CONFIG.stochastic:
