@@ -57,11 +57,11 @@ class AdamS:
         self.grad_norm = wide(np.nan)
 
     def step(self, grads: list[Array | None]) -> None:
-        for group in self.groups:
-            group.largest_lr_so_far = max(group.largest_lr_so_far, group.lr)
         with_grad = [(group, i) for group in self.groups for i in group.params if grads[i] is not None]
         if not with_grad:
             return
+        for group in self.groups:
+            group.largest_lr_so_far = max(group.largest_lr_so_far, group.lr)
         g = {i: wide(grads[i]) for _, i in with_grad}
         self.grad_norm = np.sqrt(sum((x * x).sum() for x in g.values()))
         if self.max_grad_norm is not None:

@@ -167,7 +167,8 @@ class GroupValues:
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self.is_calibrating = False
         self._decay = decay
-        self._followed: dict[int, TensorLr] = {}
+        self.follows_lrs = False  # whether `count_lrs` has anything to do
+        self._followed: dict[int, TensorLr | None] = {}  # groups whose largest learning rate counts; None for a number
         self._tables: dict[torch.device, Hyper] = {}
         self._harmless_mean: float | None = None
         can_change = False  # without becoming another object
@@ -198,12 +199,25 @@ class GroupValues:
 
     def _follow_lr(self, index: int, group: dict[str, Any], of_step: bool) -> None:
         """Has the largest learning rate of a group followed, from what all steps so far have left in it."""
+        self.follows_lrs, followed = True, None
         if isinstance(group["lr"], Tensor):
-            self._followed[index] = TensorLr(group, self._decay, scalar_dtype(group["lr"].device))
-            if of_step:
-                group[SO_FAR] = self._followed[index].so_far
-        elif of_step:
-            largest_lr.follow(group, self.rows[index].lr)
+            followed = TensorLr(group, self._decay, scalar_dtype(group["lr"].device))
+        self._followed[index] = followed
+        if of_step:
+            if followed is None:
+                largest_lr.begin_following(group, self.rows[index].lr)
+            else:
+                group[SO_FAR] = followed.so_far
+
+    def count_lrs(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Counts the learning rates of a step that was taken."""
+        for index, followed in self._followed.items():
+            if followed is not None:
+                followed.count()
+            elif self.rows[index].lr > groups[index][SO_FAR]:
+                groups[index][SO_FAR] = self.rows[index].lr
+                if self._seen:
+                    self._seen[index][SO_FAR] = groups[index][SO_FAR]
 
     def hold(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Returns whether these are the groups' values, after taking up what schedulers have changed."""
@@ -235,11 +249,12 @@ class GroupValues:
             self._harmless_mean = None
         seen["lr"], seen["betas"] = lr, betas
         decay_lr = lr
-        if self._decay == "independent" or seen["corrected_decay"]:
-            decay_lr = largest_lr.decay_lr(lr, largest_lr.follow(group, lr), self._decay)
-            seen[SO_FAR], seen["largest_lr"] = group[SO_FAR], group["largest_lr"]
+        if index in self._followed:
+            decay_lr = largest_lr.decay_lr(lr, largest_lr.largest_lr(group, lr), self._decay)
         self.rows[index] = row = HyperRow(lr, decay_lr, *betas, *self.rows[index][4:])
         self._tables = {device: hyper for device, hyper in self._tables.items() if hyper.follows(index, row)}
+        if index in self._followed:
+            largest_lr.warn_of_larger(group, lr)
         return True
 
     @property
@@ -253,14 +268,14 @@ class GroupValues:
             self._harmless_mean = math.inf if self.tensor_lrs else rms * rms
         return self._harmless_mean
 
-    def begin_tensor_lrs(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Checks and follows learning rates that are tensors, which change in place. Those on a GPU are not waited
-        for."""
+    def check_tensor_lrs(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""
         for _, lr in self.tensor_lrs:
             if lr.is_cpu and not is_fake(lr):
                 check_tensor_lr(lr)
         for index, followed in self._followed.items():
-            followed.advance(groups[index])
+            if followed is not None:
+                followed.warn(groups[index])
 
     def on(self, device: torch.device) -> Hyper:
         """Returns the table on a device, with learning rates that are tensors as they are now."""

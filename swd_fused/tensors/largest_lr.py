@@ -1,7 +1,8 @@
 """The largest learning rate so far, to which corrected and independent decay relate the present one.
 
 It is an entry of the group, so it is saved and loaded with it: a number, or where `lr` is a tensor, a tensor beside it
-that steps advance in place, on the device and in each replay of a CUDA graph. Each call of `step` counts.
+that steps advance in place, on the device and in each replay of a CUDA graph. Steps that were taken count, and those
+that were skipped, of which the host may not know.
 """
 
 from __future__ import annotations
@@ -48,19 +49,18 @@ def largest_lr(group: Mapping[str, Any], lr: float) -> float:
     return max(lr, _number(group[SO_FAR]), group["largest_lr"] or 0.0)
 
 
-def follow(group: dict[str, Any], lr: float) -> float:
-    """Counts a learning rate, and returns the largest one."""
-    largest = largest_lr(group, lr)
-    group[SO_FAR] = max(lr, _number(group[SO_FAR]))
-    _warn_of_larger(group, lr)
-    return largest
+def begin_following(group: dict[str, Any], lr: float) -> None:
+    """Has a group keep a number, after a tensor perhaps."""
+    if isinstance(group[SO_FAR], Tensor):
+        group[SO_FAR] = _number(group[SO_FAR])
+    warn_of_larger(group, lr)
 
 
 def note_larger(groups: Sequence[dict[str, Any]]) -> None:
     """Warns of learning rates on a device that were larger than what was given. Waits for the device."""
     for group in groups:
         if group["largest_lr"] is not None and isinstance(group[SO_FAR], Tensor):
-            _warn_of_larger(group, _number(group[SO_FAR]))
+            warn_of_larger(group, _number(group[SO_FAR]))
 
 
 class TensorLr:
@@ -79,19 +79,22 @@ class TensorLr:
             so_far = _on_device(so_far, device, dtype)
         self.so_far = so_far
 
-    def advance(self, group: dict[str, Any]) -> None:
-        """Counts the learning rate as it is now. One on a GPU is not waited for."""
-        torch.fmax(self.so_far, self._number(), out=self.so_far)  # which ignores NaN
-        if graphs.is_capturing(self.so_far.device):
-            graphs.keep(self.so_far)
+    def warn(self, group: dict[str, Any]) -> None:
+        """Warns of a learning rate that is larger than what was given. One on a GPU is not waited for."""
         if self._lr.is_cpu and not is_fake(self._lr):
-            _warn_of_larger(group, float(self._lr))
+            warn_of_larger(group, float(self._lr))
 
     def decay_lr(self) -> Tensor:
         """Returns what the function of this name does, beside the learning rate."""
+        if graphs.is_capturing(self.so_far.device):
+            graphs.keep(self.so_far)
         lr = self._number()
         share = torch.where(lr > 0, lr / torch.fmax(self.so_far, lr).clamp(min=self._given), 0.0)
         return share if self._decay == "independent" else lr * share
+
+    def count(self) -> None:
+        """Counts the learning rate as it is now."""
+        torch.fmax(self.so_far, self._number(), out=self.so_far)  # which ignores NaN
 
     def _number(self) -> Tensor:
         return self._lr.detach().reshape(()).to(self.so_far.dtype).clamp(min=0)
@@ -113,7 +116,7 @@ def _number(so_far: float | Tensor) -> float:
     return float(so_far)
 
 
-def _warn_of_larger(group: dict[str, Any], lr: float) -> None:
+def warn_of_larger(group: dict[str, Any], lr: float) -> None:
     """Warns, once, of a learning rate that is larger than what was given, which has no meaning any more."""
     given = group["largest_lr"]
     if given is None or lr <= given:

@@ -136,7 +136,7 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
     for max_decay in (0.0, 1 / 3):
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
-        table[0, 5] = max_decay
+        table[0, HyperRow._fields.index("max_decay")] = max_decay
         lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [], [], [zeros.to(dtype)]]
         index = GROUPS[:1]
         sums, steps = SUMS[:1].clone(), torch.zeros(1)
