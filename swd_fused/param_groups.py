@@ -76,14 +76,14 @@ def param_groups(
             f"param_groups got not_corrected={not_corrected!r} without corrected_decay=True, which it is an exception "
             "from. Pass both, or neither."
         )
-    no_decay, not_corrected = Patterns("no_decay", no_decay), Patterns("not_corrected", not_corrected)
+    exempted, excepted = Patterns("no_decay", no_decay), Patterns("not_corrected", not_corrected)
     params: dict[Tensor, str] = {}
     exempt: set[Tensor] = set()
     without_norm: set[Tensor] = set()
     by_modules = _no_decay_by_modules(model)
     for name, param, module in _owned_params(model):
         _check(name, param)
-        is_listed, is_excepted = no_decay.match(name), not_corrected.match(name)
+        is_listed, is_excepted = exempted.match(name), excepted.match(name)
         if param.requires_grad or include_frozen:
             params.setdefault(param, name)
             is_listed |= any(fnmatchcase(name, pattern) for pattern in by_modules)
@@ -92,7 +92,7 @@ def param_groups(
                 exempt.add(param)
             if is_excepted or is_embedding:
                 without_norm.add(param)
-    for patterns in (no_decay, not_corrected):
+    for patterns in (exempted, excepted):
         patterns.check(model, params.values())
     if not params:
         raise ValueError(
@@ -142,7 +142,7 @@ def _output_layer(model: nn.Module) -> set[Tensor]:
     for name in ("get_output_embeddings", "get_classifier"):
         layers = getattr(model, name, lambda: None)()
         found = layers if isinstance(layers, (tuple, list)) else [layers]
-        params = {param for layer in found if isinstance(layer, nn.Module) for param in layer.parameters()}
+        params: set[Tensor] = {param for layer in found if isinstance(layer, nn.Module) for param in layer.parameters()}
         if params:
             return params
     return set()
