@@ -16,6 +16,8 @@ from swd_fused.state import eight_bit
 from swd_fused.step import adamw_terms
 from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.group_checks import check_new_group, check_params
+from swd_fused.tensors.hyper import scalar_dtype
+from swd_fused.tensors.largest_lr import SO_FAR, TensorLr, is_followed
 
 Group = Mapping[str, Any]
 
@@ -67,6 +69,10 @@ def new_group(
     check_params(tensors, "one group")
     check_fit(options, tensors, others)
     group = {**group, "params": params, **adamw_terms.calibration_of(group, defaults, options.decay)}
+    whole = {**defaults, **group}
+    if isinstance(whole["lr"], Tensor) and is_followed(whole, options.decay):
+        # From the start, or torch.compile would compile a second step anew.
+        group[SO_FAR] = TensorLr(whole, options.decay, scalar_dtype(whole["lr"].device)).so_far
     group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
     if "process_group" in group:
         group["process_group"] = ShardedOver.checked(group["process_group"])

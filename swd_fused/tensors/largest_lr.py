@@ -89,7 +89,8 @@ class TensorLr:
         if graphs.is_capturing(self.so_far.device):
             graphs.keep(self.so_far)
         lr = self._number()
-        share = torch.where(lr > 0, lr / torch.fmax(self.so_far, lr).clamp(min=self._given), 0.0)
+        largest = torch.fmax(self.so_far.reshape(()), lr).clamp(min=self._given)
+        share = torch.where(lr > 0, lr / largest, 0.0)
         return share if self._decay == "independent" else lr * share
 
     def count(self) -> None:
@@ -101,9 +102,11 @@ class TensorLr:
 
 
 def _on_device(so_far: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor with one dimension: those of float64 without any torch.compile takes for Python's numbers, and
+    compiles twice."""
     if isinstance(so_far, Tensor):
-        return so_far.detach().reshape(()).to(device, dtype, copy=True)
-    return from_host(torch.tensor(so_far, dtype=dtype, device="cpu"), device)
+        return so_far.detach().reshape(1).to(device, dtype, copy=True)
+    return from_host(torch.tensor([so_far], dtype=dtype, device="cpu"), device)
 
 
 def _number(so_far: float | Tensor) -> float:
