@@ -20,6 +20,9 @@ from swd_fused.tensors.transfer import from_host, is_fake
 
 SO_FAR = "largest_lr_so_far"
 
+# By how much schedulers, and tensors of float32, may miss the peak that they are to reach.
+PEAK_ROUNDING = 1e-6
+
 
 def is_followed(group: Mapping[str, Any], decay: Decay) -> bool:
     """Returns whether the decay of a group depends on the largest learning rate."""
@@ -122,7 +125,7 @@ def _number(so_far: float | Tensor) -> float:
 def warn_of_larger(group: dict[str, Any], lr: float) -> None:
     """Warns, once, of a learning rate that is larger than what was given, which has no meaning any more."""
     given = group["largest_lr"]
-    if given is None or lr <= given:
+    if given is None or lr <= given * (1 + PEAK_ROUNDING):
         return
     group["largest_lr"] = None
     warnings.warn(

@@ -270,7 +270,7 @@ def test_one_cycle_lr_keeps_its_own_key() -> None:
 
 @numbers_and_tensors
 def test_a_learning_rate_above_the_given_peak_warns_once(new_lr: Callable[..., Any]) -> None:
-    optimizer, params, _ = trained({**ADAMC, "largest_lr": 0.1}, [0.05], new_lr)
+    optimizer, params, _ = trained({**ADAMC, "largest_lr": 0.1}, [0.1, 0.05], new_lr)  # 0.1 is more in float32
     assert optimizer.effective_weight_decay() == pytest.approx([0.5 * 0.5])
     before = [param.detach().clone() for param in params]
     optimizer.param_groups[0]["lr"] = new_lr(0.2)
