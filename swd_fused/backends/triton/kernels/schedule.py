@@ -45,6 +45,12 @@ def decay_factor(exp_avg_sq_mean, row):
 
 
 @triton.jit
+def opposed_decay_factor(exp_avg_sq_mean, row):
+    """The same where the update moves a weight away from zero."""
+    return tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, decay_factor(exp_avg_sq_mean, row))
+
+
+@triton.jit
 def clip_factor(grad_norm, max_grad_norm):
     """As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Of a NaN norm NaN, if anything is clipped."""
     factor = max_grad_norm / (grad_norm + 1e-6)

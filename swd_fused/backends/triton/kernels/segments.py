@@ -8,7 +8,7 @@ import triton.language as tl
 from swd_fused.backends.triton.kernels.element import Scalars, next_max, update_element
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
-from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
+from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor, opposed_decay_factor
 from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
@@ -127,21 +127,19 @@ def segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.cons
     row = segment.hyper_row
     beta1, beta2 = tl.load(row + HYPER.beta1), tl.load(row + HYPER.beta2)
     corrects_bias = tl.load(row + HYPER.corrects_bias)
-    factor = decay_factor(exp_avg_sq_mean, row)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
         # Compilers leave out what is multiplied by a constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
         (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
-        factor.to(CONFIG.compute),
+        decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
         (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
         beta1 <= 0.5,  # see csrc/element.h
         tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
-        # Without any cautious group nobody asks for it.
-        tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, factor).to(CONFIG.compute) if CONFIG.cautious else 0,
+        opposed_decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute) if CONFIG.cautious else 0,  # nobody asks for it
     )
 
 
