@@ -20,6 +20,7 @@ from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, fix_attributes
+from swd_fused.state.master_weights import master_of
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, step_within_a_graph
 from swd_fused.step.hooks import GradientTaker, StepCall
@@ -60,7 +61,7 @@ class FusedAdamS(Optimizer):
         decay: "scheduled", the paper's; or, for comparisons with all else equal, "decoupled", AdamW's, or "l2",
             Adam's, for which `weight_decay` means what it does there and the schedule is not used.
 
-        master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
+        master_weights: update float32 masters of 16-bit parameters; the state has float16's, and what bfloat16's lack.
         stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
         seed: of stochastic rounding. The same seed gives the same bits.
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
@@ -352,6 +353,10 @@ class FusedAdamS(Optimizer):
             self._taker = new_offload(self._stepper, self.param_groups, self.state)
         else:
             self._taker.watch(self.param_groups, self.state)
+
+    def master_param(self, param: Tensor) -> Tensor:
+        """Returns the float32 master of a parameter, for export: the parameter itself if it has none."""
+        return master_of(param, self.state.get(param) or {})
 
     # --- What users log
 

@@ -48,8 +48,8 @@ class Writer {
   std::vector<int64_t> numbers_;
 };
 
-void check_like(const View& view, const View& like, const char* name, bool is_code) {
-  if (!is_code) check_dtype(view, name);
+void check_like(const View& view, const View& like, const char* name, bool is_integer) {
+  if (!is_integer) check_dtype(view, name);
   STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
                   "swd_fused: ", name, " must have its parameter's shape");
 }
@@ -134,14 +134,20 @@ Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sq
       next_blocks += 2;
     }
     writer.layout(param, order);
-    const auto write = [&](const View& view, const char* name, bool is_code = false) {
-      check_like(view, param, name, is_code);
+    const auto write = [&](const View& view, const char* name, bool is_integer = false) {
+      check_like(view, param, name, is_integer);
       writer.layout(view, order);
     };
     write(View(exp_avgs[t]), "exp_avg", columns);
     write(exp_avg_sq, "exp_avg_sq", columns);
     if (amsgrad) write(averaged, "max_exp_avg_sq");
-    if (has_masters) write(View(masters[t]), "master");
+    if (has_masters) {
+      const View master(masters[t]);
+      const bool is_remainder = master.dtype == ScalarType::Short;
+      STD_TORCH_CHECK(!is_remainder || param.dtype == ScalarType::BFloat16,
+                      "swd_fused: a remainder belongs to a bfloat16 parameter");
+      write(master, "master", is_remainder);
+    }
     write(View(grads[t]), "grad");
     if (numbers) {
       writer.number(*next_numbers++);

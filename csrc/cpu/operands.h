@@ -31,18 +31,18 @@ struct Operands {
   bool has_grad;   // without one the tensor takes no part in the step
   bool in_double;  // what computes
   Operand param, exp_avg, exp_avg_sq, averaged, grad;
-  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded
+  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded; or its remainder
   std::optional<ElementNumbers> numbers;
   std::optional<CodedMoments> coded;  // in place of exp_avg and exp_avg_sq
 };
 
 // Checks that all tensors fit their parameters, and returns where each is, and how it lies in memory. `max_exp_avg_sqs`
-// is empty without amsgrad, `masters` without master weights, of which `params` are else the rounded copies. Where a
-// tensor's moments are codes it has scales, which are else empty; without any codes so are the lists of scales. By
-// tensor, all int64: `groups` are rows of the table of hyper-parameters; `tensor_ids` tell tensors apart where rounding
-// is stochastic; `numbers`, which that needs too, are the numbers of its elements, that of the first one and by how
-// much it grows along each dimension; `block_numbers`, which codes need, are the number of its first block, and by how
-// much it grows from row to row.
+// is empty without amsgrad, `masters` without master weights, of which `params` are else the rounded copies; where
+// those are bfloat16, they may be remainders (int16, see masters.h). Where a tensor's moments are codes it has scales,
+// which are else empty; without any codes so are the lists of scales. By tensor, all int64: `groups` are rows of the
+// table of hyper-parameters; `tensor_ids` tell tensors apart where rounding is stochastic; `numbers`, which that needs
+// too, are the numbers of its elements, that of the first one and by how much it grows along each dimension;
+// `block_numbers`, which codes need, are the number of its first block, and by how much it grows from row to row.
 //
 // The result begins with HEADER numbers; then come, one for each tensor, the gradients' addresses, which are what
 // changes from step to step, and may be overwritten there.

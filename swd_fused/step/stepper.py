@@ -229,7 +229,7 @@ class Stepper:
         if gate.max_grad_norm is not None and not self._in_parts.is_same_step:
             self.clipped_steps.count(scalars, gate.max_grad_norm, may_skip)
         for bucket in step.buckets:
-            if bucket.masters or not bucket.has_stepped:
+            if bucket.follows_params or not bucket.has_stepped:
                 bucket.note_step(may_skip)
         if step.are_captured:
             self._in_graphs.append(step)

@@ -38,9 +38,9 @@ LAYERS = [
         "step.clipped_steps",
         "step.interrupts",
     ],
-    ["state.rounding"],
+    ["state.rounding", "state.masters"],
     ["state.eight_bit"],
-    ["state.moments", "state.loaded_decay"],
+    ["state.moments", "state.loaded_decay", "state.master_weights"],
     ["state.load"],
     ["tensors.bucket", "step.adamw_terms", "step.compiled"],
     ["backends"],
@@ -67,7 +67,7 @@ KNOWN_TO_BACKENDS = {
     *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.hyper"),
     "swd_fused.tensors.graphs",
     *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options", "swd_fused.source_tree"),
-    *("swd_fused.state.eight_bit", "swd_fused.state.rounding"),
+    *("swd_fused.state.eight_bit", "swd_fused.state.masters", "swd_fused.state.rounding"),
     "swd_fused._C",
 }
 

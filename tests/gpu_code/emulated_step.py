@@ -18,6 +18,7 @@ from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.state.rounding import rounding_start
 from swd_fused.tensors.hyper import hyper_row
+from tests.masters_definition import master_of
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics
@@ -64,7 +65,8 @@ class EmulatedStep:
         if self.variant.amsgrad:
             self.columns[tables.TENSOR.max_exp_avg_sq] = self._put_zeros(self.dtypes.averaged, offset)
         if self.variant.master:
-            self.columns[tables.TENSOR.master] = self._put_all(params, self.dtypes.weight, offset)
+            starts = [torch.zeros_like(param) for param in params] if self.dtypes.weight == torch.int16 else params
+            self.columns[tables.TENSOR.master] = self._put_all(starts, self.dtypes.weight, offset)
         self.scales = {
             key: {i: self._put(np.zeros(scales_shape(self.shapes[i]), np.float32)) for i in self.coded}
             for key in ("exp_avg", "exp_avg_sq")
@@ -148,7 +150,9 @@ class EmulatedStep:
     @property
     def weights(self) -> list[Tensor]:
         """What is updated: masters, or the parameters themselves."""
-        return self.tensors(tables.TENSOR.master) if self.variant.master else self.params
+        masters = self.tensors(tables.TENSOR.master) if self.variant.master else self.params
+        key = "master_remainder" if self.dtypes.weight == torch.int16 else "master_param"
+        return [master_of(param, {key: master}) for param, master in zip(self.params, masters, strict=True)]
 
     def state(self) -> list[Tensor]:
         """Parameters, moments and masters."""

@@ -29,7 +29,7 @@ FURTHER_ARCHITECTURES = {
     89: ("fp32", "bf16"),
 }
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+F32, F64, BF16, F16, I16 = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16
 PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
 
 
@@ -44,7 +44,8 @@ CONFIGURATIONS = {
     "fp16": Configuration(Dtypes(F16, F16, F32, F32, F32, F16)),
     "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64, F64)),
     "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32, F32)),
-    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(master=True)),
+    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(master=True)),
+    "fp16 with masters": Configuration(Dtypes(F16, F16, F32, F32, F32, F32), PLAIN._replace(master=True)),
     "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
     "bf16 with bf16 exp_avg": Configuration(Dtypes(BF16, BF16, BF16, F32, F32, BF16)),
     "fp32 in 8 bits": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True)),
@@ -52,7 +53,7 @@ CONFIGURATIONS = {
         Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(coded=True, stochastic=True)
     ),
     "bf16 with masters in 8 bits": Configuration(
-        Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(coded=True, master=True)
+        Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(coded=True, master=True)
     ),
     "fp32 amsgrad in 8 bits": Configuration(
         Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)

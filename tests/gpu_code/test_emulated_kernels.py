@@ -13,6 +13,7 @@ from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.tensors.element_numbers import ElementNumbers
 from tests.definition import WRONG, AdamS, MeanOfStepBefore
+from tests.masters_definition import nearest
 from tests.runs import defined, error, fused, moments, random_grads, random_params
 
 from .emulated_step import Change, EmulatedStep
@@ -59,6 +60,7 @@ def take_steps(
 
 PRECISION: dict[str, dict[str, Any]] = {
     "bf16 with masters": {"master_weights": True},
+    "fp16 with masters": {"master_weights": True},
     "bf16 with bf16 exp_avg": {"state_dtype": torch.bfloat16},
     "fp32 amsgrad": {"amsgrad": True},
 }
@@ -125,7 +127,7 @@ def plain_run(
             param.grad = grad.clone()
         optimizer.step()
     state = {key: moments(optimizer, copies, key) for key in optimizer.state[copies[0]]}
-    return {**state, "weight": state.get("master_param", list(copies))}
+    return {**state, "weight": [optimizer.master_param(param) for param in copies]}
 
 
 @pytest.mark.parametrize("definition", WRONG)
@@ -151,13 +153,13 @@ def test_sixty_tensors_of_all_sizes_take_their_steps_together() -> None:
     assert error(model.weights, right) <= 2 * error(plain_run("fp32", params, grads, groups)["weight"], right)
 
 
-@pytest.mark.parametrize("configuration", ["bf16 with masters"])
+@pytest.mark.parametrize("configuration", ["bf16 with masters", "fp16 with masters"])
 def test_parameters_are_their_masters_rounded(configuration: str) -> None:
     params, grads = start(configuration)
     model = EmulatedStep(configuration, params, two_groups(len(params)))
     take_steps(model, grads)
     for param, master in zip(model.params, model.weights, strict=True):
-        assert torch.equal(param, master.to(torch.bfloat16))
+        assert torch.equal(param, nearest(master, param.dtype))
 
 
 def test_stochastic_rounding_has_the_bits_of_the_definition_in_pytorch() -> None:
@@ -287,7 +289,8 @@ BYTES = [
     (LAGGED, "fp32", 16 + 12),
     (EXACT, "bf16", 2 + 12 + 10),
     (LAGGED, "bf16", 12 + 10),
-    (EXACT, "bf16 with masters", 2 + 14 + 14),
+    (EXACT, "bf16 with masters", 2 + 14 + 12),
+    (EXACT, "fp16 with masters", 2 + 14 + 14),
     (EXACT, "bf16 with bf16 exp_avg", 2 + 10 + 8),
     (EXACT, "fp32 amsgrad", 4 + 12 + 20 + 16),
 ]

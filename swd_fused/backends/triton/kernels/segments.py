@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import Scalars, next_max, update_element
+from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
@@ -181,14 +182,21 @@ def update_blocks(
 def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constexpr, VECTOR: tl.constexpr):
     """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
     g = load_block(operands.grad, offsets, count, CONFIG.compute, VECTOR)
-    p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
+    if CONFIG.weight == tl.int16:
+        bits = load_block(operands.param.to(tl.pointer_type(tl.int16)), offsets, count, tl.int32, VECTOR)
+        p = joined_master(bits, load_block(operands.weight, offsets, count, tl.int32, VECTOR)).to(CONFIG.compute)
+    else:
+        p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
     m = load_block(operands.exp_avg, offsets, count, CONFIG.compute, VECTOR)
     v = load_block(operands.exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
     largest = v
     if CONFIG.amsgrad:
         largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
     p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
-    if CONFIG.master:
+    if CONFIG.weight == tl.int16:
+        p, remainder = split_master(p)
+        store_block(operands.weight, remainder, offsets, count, VECTOR)
+    elif CONFIG.master:
         store_block(operands.weight, p, offsets, count, VECTOR)
     if CONFIG.stochastic:
         p = stochastically_rounded(p, rounding, offsets)
