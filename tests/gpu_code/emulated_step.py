@@ -17,6 +17,7 @@ from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.state.rounding import rounding_start
+from swd_fused.tensors.bucket import NO_GRAD
 from swd_fused.tensors.hyper import hyper_row
 from tests.masters_definition import master_of
 
@@ -100,6 +101,11 @@ class EmulatedStep:
         self._write(self.at["grad_scale"], np.array([grad_scale], np.float32).view(np.uint8))
         self._write(self.at["found_inf"], np.array([found_inf], np.float32).view(np.uint8))
 
+    def drop_grad(self, tensor: int) -> None:
+        """From now on the tensor has none."""
+        row = self.at["tensors"] + 8 * tensor * tables.TENSOR.columns
+        self._write(row + 8 * tables.TENSOR.grad, np.array([NO_GRAD]).view(np.uint8))
+
     def launch(self, kernel: str, seed: int | None = None, find_races: bool = False) -> Statistics:
         binary = submit(kernel, self.arch, self.configuration).result()
         names = [name for name in getattr(kernels, kernel).arg_names if name in self.at or name in self.numbers]
@@ -116,8 +122,9 @@ class EmulatedStep:
 
     def forget_sums(self, segments: int | None = None) -> None:
         """Makes the sums of the first `segments`, or of all, out of date."""
-        count = tables.SUM.columns * (len(self.segments) if segments is None else segments)
-        self._write(self.at["sums"], np.full(count, -1.0).view(np.uint8))
+        sums = self.get("sums").reshape(-1, tables.SUM.columns)
+        sums[:segments, [tables.SUM.total, tables.SUM.step]] = -1.0
+        self._write(self.at["sums"], sums.view(np.uint8).ravel())
 
     def tensors(self, column: int) -> list[Tensor]:
         """By a column of `tables.TENSOR`."""

@@ -12,7 +12,7 @@ from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES
 
 from .emulated_step import EmulatedStep
-from .test_emulated_kernels import EXACT, LAGGED, start, take_steps, two_groups
+from .test_emulated_kernels import EXACT, LAGGED, check_sums_that_steps_leave, start, take_steps, two_groups
 
 # Whole blocks, shorter ones at the end of rows that are aligned and that are not, vectors that end with a whole access
 # and within one, and small tensors between.
@@ -71,16 +71,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
 
 @pytest.mark.parametrize("configuration", PRECISION)
 def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
-    params, grads = start(configuration, SHAPES)
-    model = EmulatedStep(configuration, params, two_groups(len(params)), programs=3)
-    for kernel in (EXACT, LAGGED):
-        model.set_grads(grads[0])
-        model.launch(kernel)
-        left = model.get("sums")
-        assert (left > 0).all()
-        model.forget_sums()
-        model.launch("stored_sums_kernel")
-        np.testing.assert_array_equal(model.get("sums"), left)
+    check_sums_that_steps_leave(configuration, SHAPES)
 
 
 # Bytes for each element, in and out: gradients twice in the exact step, weights, codes, and both scales of a block.
