@@ -100,7 +100,7 @@ class OverlappedStep:
         slot = self._slot
         followed = self._twins.follow(param)
         host = slot.chunk.cut(grad)
-        arrived = self._twins.copies.to_host(host, grad)
+        arrived = self._twins.copies.to_host((host, grad))
         slot.arrivals += [arrived] if followed is None else [followed, arrived]
         slot.grads[param] = host
         self._taken.add(id(param))

@@ -118,20 +118,23 @@ class Copies:
         self._bytes_on_the_way = 0
         self._last_up: list[torch.cuda.Event] = []
 
-    def to_host(self, host: Tensor, value: Tensor) -> torch.cuda.Event:
-        """Starts to copy what the current stream computes. The event tells when it is there."""
+    def to_host(self, *pairs: tuple[Tensor, Tensor]) -> torch.cuda.Event:
+        """Starts to copy what the current stream computes: to each host tensor its value, all of one GPU. The event
+        tells when they are there."""
         while self._on_the_way and self._bytes_on_the_way > MOST_BYTES_IN_FLIGHT:
             first, size = self._on_the_way.popleft()
             first.synchronize()
             self._bytes_on_the_way -= size
-        stream = stream_of(value.device, self._down)
-        stream.wait_stream(torch.cuda.current_stream(value.device))
+        device = pairs[0][1].device
+        stream = stream_of(device, self._down)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            copy_as_one_piece(host, value)
-            value.record_stream(stream)
+            for host, value in pairs:
+                copy_as_one_piece(host, value)
+                value.record_stream(stream)
             event = waited_for_event()
             event.record(stream)
-        size = value.numel() * value.element_size()
+        size = sum(value.numel() * value.element_size() for _, value in pairs)
         self._on_the_way.append((event, size))
         self._bytes_on_the_way += size
         return event
@@ -241,7 +244,7 @@ class Twins:
         if twin.seen == as_seen(param):
             return None
         twin.seen = as_seen(param)
-        return self.copies.to_host(twin.host, param.detach())
+        return self.copies.to_host((twin.host, param.detach()))
 
     def copy_back(self, params: Sequence[Tensor]) -> None:
         """Starts to copy what was stepped to the parameters."""
