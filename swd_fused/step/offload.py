@@ -170,7 +170,9 @@ class Offload(GradientTaker):
         hyper = [value for group in self._groups for value in (group["lr"], *group["betas"])]
         if any(isinstance(value, Tensor) and not value.is_cpu for value in hyper):
             return False
-        return any(has_stepped(self._state.get(param)) for param in params_of(self._groups) if param.numel())
+        stepped = self._twins.stepped_for(params_of(self._groups))
+        on_host = [param for param, host in zip(params_of(self._groups), stepped, strict=True) if host.is_cpu]
+        return any(has_stepped(self._state.get(param)) for param in on_host if param.numel())
 
     def _memory_for(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns host memory for a gradient. That of a lagged optimizer, whose first step is exact, is needed once."""
@@ -214,6 +216,9 @@ class Offload(GradientTaker):
             self._groups, self._state = groups, state
             self._end_step(call)
             self._is_unscaled = not is_scaled(call)
+            for param in params_of(groups):
+                if param.is_cuda:  # small ones still have it
+                    param.grad = None
             self.watch(groups, state)
         return loss
 

@@ -144,6 +144,13 @@ class StepBefore:
         carried, count, self._last_grad_sq = left.row.unbind()
         return Sums(None, carried, torch.zeros_like(carried), count)
 
+    def sums_of_parts(self, parts: Iterable[Description]) -> Sums:
+        """Returns the sums on the host, where each description is of one part of a model that is on no other rank.
+        Waits for GPUs that have a part."""
+        rows = [_left_by(bucket).cpu() for part in parts for bucket in part.buckets]
+        carried, count, _ = torch.stack(rows).sum(0).unbind()
+        return Sums(None, carried, torch.zeros_like(carried), count)
+
     def _received(self, buckets: Sequence[Bucket], ranks: Collective) -> Left:
         reduction, self._reduction = self._reduction, None  # gone even if a rank has died and `finish` raises
         if reduction is None:

@@ -25,11 +25,17 @@ LARGEST_CHUNK, SMALLEST_CHUNK = 1 << 30, 1 << 12
 MOST_BYTES_IN_FLIGHT = 256 << 20
 
 
+# Smaller tensors, biases and norms mostly, stay on the GPU with their state: there are many of them, each copy takes
+# its time however little it copies, and together they are next to nothing.
+LEAST_OFFLOADED = 1 << 14  # elements
+
+
 # --- What is offloaded
 
 
 def is_offloaded(param: Tensor, options: Options) -> bool:
-    return options.offload and param.is_cuda and not is_fake(param) and not param.is_inference()
+    is_candidate = options.offload and param.is_cuda and param.numel() >= LEAST_OFFLOADED
+    return is_candidate and not is_fake(param) and not param.is_inference()
 
 
 def device_of_step(param: Tensor, options: Options) -> torch.device:
@@ -206,6 +212,7 @@ class Twins:
     def __init__(self) -> None:
         self.copies = Copies()
         self._of: dict[Tensor, Twin] = {}
+        self._stand_ins: dict[Tensor, Tensor] = {}  # for parameters that are stepped on the GPU
 
     def prepare(self, params: Iterable[Tensor], options: Options, state: Mapping[Any, Any]) -> list[torch.cuda.Event]:
         """Makes the twins that are missing, and drops those of parameters that are gone and have no state.
@@ -237,6 +244,18 @@ class Twins:
     def stepped_for(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Returns the twins of parameters, and those that have none themselves."""
         return [param if (twin := self._of.get(param)) is None else twin.host for param in params]
+
+    def on_host_for(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the twins of parameters, those that are on the host themselves, and for all others tensors that take
+        their places."""
+        stepped = list(self.stepped_for(params))
+        kept, self._stand_ins = self._stand_ins, {}
+        for param in (param for param in stepped if not param.is_cpu):
+            known = kept.get(param)
+            if known is None or known.shape != param.shape or known.dtype != param.dtype:
+                known = torch.empty_like(param, device=CPU, requires_grad=False)
+            self._stand_ins[param] = known
+        return [param if param.is_cpu else self._stand_ins[param] for param in stepped]
 
     def follow(self, param: Tensor) -> torch.cuda.Event | None:
         """Starts to copy a parameter to its twin if others have written to it. The event tells when it is there."""

@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that hold a few gradients, so that a small model fills several."""
     monkeypatch.setattr(overlap, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(twins, "LEAST_OFFLOADED", 0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -13,6 +13,7 @@ from torch import nn
 from swd_fused import FusedAdamS
 from swd_fused.step import overlap
 from swd_fused.step.overlap import OverlappedStep
+from swd_fused.tensors import twins
 from tests.backends.offloaded_run import Run, assert_same_bits
 from tests.device import DEVICE, needs_gpu
 
@@ -22,6 +23,7 @@ pytestmark = needs_gpu
 @pytest.fixture(autouse=True)
 def _many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(twins, "LEAST_OFFLOADED", 0)
 
 
 # --- What fails
@@ -264,11 +266,11 @@ def test_a_grad_scaler_is_refused_before_anything_is_written() -> None:
 def test_captures_are_refused() -> None:
     param = nn.Parameter(torch.ones(64, device=DEVICE))
     optimizer = FusedAdamS([param], offload=True)
-    param.grad = torch.ones(64, device=DEVICE)
+    param.grad = grad = torch.ones(64, device=DEVICE)
     optimizer.step()
     refused = pytest.raises(RuntimeError, match="in the capture of a CUDA graph, with offload=True")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        param.grad.mul_(2)
+        param.grad = grad.mul_(2)
         optimizer.step()
 
 

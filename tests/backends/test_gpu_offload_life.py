@@ -31,6 +31,7 @@ WORKER = "swd_fused-offload"
 @pytest.fixture(autouse=True)
 def _many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(twins, "LEAST_OFFLOADED", 0)
 
 
 def workers() -> list[threading.Thread]:
