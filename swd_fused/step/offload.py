@@ -70,8 +70,9 @@ class KeptGradients:
 class Offload(GradientTaker):
     """Takes the steps of an optimizer whose parameters are on a GPU and whose state is not.
 
-    Each gradient is copied to the host when it is complete, and freed. A lagged step goes on at once, in a thread of
-    its own; any other one waits for `optimizer.step()`, and is then an ordinary step of the twins.
+    Each gradient is copied to the host when it is complete, and freed. A step that needs nothing of other gradients
+    goes on at once, in a thread of its own; any other one waits for `optimizer.step()`, and is then an ordinary step
+    of the twins.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -83,7 +84,7 @@ class Offload(GradientTaker):
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # and the process that it is in
         self._knows_wrappers = False
         self._step: KeptGradients | OverlappedStep | None = None
-        self._is_unscaled = False  # whether a step has shown that no GradScaler is in use
+        self._is_scaled: bool | None = None  # whether the last step was a GradScaler's, if there was any
 
     def watch(self, groups: Groups, state: State) -> None:
         self._groups, self._state = groups, state
@@ -99,7 +100,7 @@ class Offload(GradientTaker):
         if isinstance(self._step, OverlappedStep):
             raise RuntimeError(
                 f"FusedAdamS got {what} after a backward pass that has begun to step parameters already, with "
-                'offload=True and schedule="lagged", wanted it between steps. Call optimizer.step() first.'
+                "offload=True, wanted it between steps. Call optimizer.step() first."
             )
 
     def drop_gradients(self) -> None:
@@ -162,10 +163,10 @@ class Offload(GradientTaker):
             self._knows_wrappers = True
 
     def _overlaps(self) -> bool:
-        """Returns whether a step needs nothing that is still to come: it is lagged, and not the first one, which is
-        exact. Hyper-parameters that are on a GPU are for the thread that has its streams. Nobody knows in a backward
-        pass whether the loss is scaled, so this optimizer's first step waits for whoever calls it."""
-        if self._stepper.options.schedule != "lagged" or not self._is_unscaled:
+        """Returns whether a step needs nothing that is still to come: it is lagged, or decays by no schedule, and not
+        the first one. Hyper-parameters that are on a GPU are for the thread that has its streams. Nobody knows in a
+        backward pass whether the loss is scaled, so this optimizer's first step waits for whoever calls it."""
+        if not self._stepper.options.needs_one_pass or self._is_scaled is not False:
             return False
         hyper = [value for group in self._groups for value in (group["lr"], *group["betas"])]
         if any(isinstance(value, Tensor) and not value.is_cpu for value in hyper):
@@ -175,8 +176,8 @@ class Offload(GradientTaker):
         return any(has_stepped(self._state.get(param)) for param in on_host if param.numel())
 
     def _memory_for(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns host memory for a gradient. That of a lagged optimizer, whose first step is exact, is needed once."""
-        if self._stepper.options.schedule == "lagged":
+        """Returns host memory for a gradient. Where only the first step waits for all of them it is needed once."""
+        if self._stepper.options.needs_one_pass and self._is_scaled is None:
             return torch.empty_like(grad, device="cpu", requires_grad=False)
         if not self._kept_memory:
             params = [param for param in params_of(self._groups) if id(param) in self._hooks and param.is_cuda]
@@ -215,7 +216,7 @@ class Offload(GradientTaker):
         with torch.inference_mode(False), torch.no_grad(), self._lock:
             self._groups, self._state = groups, state
             self._end_step(call)
-            self._is_unscaled = not is_scaled(call)
+            self._is_scaled = is_scaled(call)
             for param in params_of(groups):
                 if param.is_cuda:  # small ones still have it
                     param.grad = None
@@ -270,7 +271,7 @@ class Offload(GradientTaker):
             self._step = None
 
     def _end_overlapped(self, begun: OverlappedStep, params: list[Tensor], call: StepCall) -> None:
-        if call.grad_sumsq is not None or call.numel is not None:
+        if call.grad_sumsq is not None and self._stepper.options.schedule == "lagged":
             raise RuntimeError(
                 'FusedAdamS.step() got the gradients\' sum of squares with schedule="lagged", which looks at no '
                 'gradient of this step. Use schedule="exact".'

@@ -60,6 +60,7 @@ def refuse_unscale() -> NoReturn:
 def refuse_scaler_in_backward() -> NoReturn:
     raise RuntimeError(
         "FusedAdamS.step() was called by a GradScaler with offload=True, where the backward pass steps parameters "
-        'already: with schedule="lagged", or after steps without the scaler. An infinity would be found too late. '
-        'Use schedule="exact" and the scaler from the first step on, or bfloat16, which needs no loss scaling.'
+        'already: with schedule="lagged", or with other kinds of decay after a step without the scaler. An infinity '
+        'would be found too late. Use schedule="exact" and the scaler from the first step on, or bfloat16, which needs '
+        "no loss scaling."
     )

@@ -210,7 +210,7 @@ class OverlappedStep:
             if written:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(written[0].shape)} was written to between its gradient and "
-                    'optimizer.step(), with offload=True and schedule="lagged", which steps it meanwhile. Write to '
+                    "optimizer.step(), with offload=True, which steps it meanwhile. Write to "
                     "parameters after step()."
                 )
             self._twins.copy_back(params)

@@ -28,6 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True, "maximize": True},
     "lagged amsgrad": {"amsgrad": True, "schedule": "lagged"},
     "decoupled": {"decay": "decoupled"},
+    "decoupled 8 bits": {
+        "decay": "decoupled",
+        "dtype": torch.bfloat16,
+        "stochastic_rounding": True,
+        "state_dtype": "8bit",
+    },
+    "l2": {"decay": "l2", "amsgrad": True},
     "calibrated": {"adamw_weight_decay": 0.1, "calibration_steps": 3},
     "lagged and calibrated": {"adamw_weight_decay": 0.1, "calibration_steps": 3, "schedule": "lagged"},
     "float64": {"dtype": torch.float64},

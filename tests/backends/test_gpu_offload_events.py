@@ -245,6 +245,26 @@ def test_a_grad_scaler_unscales_and_skips(options: dict[str, Any]) -> None:
         assert float(run.optimizer.state[param]["step"]) == float(peer.optimizer.state[other]["step"])
 
 
+@pytest.mark.parametrize(
+    ("options", "overlaps"),
+    [
+        ({"schedule": "lagged"}, True),
+        ({"decay": "decoupled"}, True),
+        ({"decay": "l2"}, True),
+        ({}, False),
+        ({"decay": "decoupled", "max_grad_norm": 1.0}, False),
+        ({"decay": "decoupled", "skip_nonfinite": True}, False),
+    ],
+)
+def test_steps_that_need_nothing_of_the_whole_model_overlap_the_backward_pass(
+    options: dict[str, Any], overlaps: bool
+) -> None:
+    run = Run(DEVICE, **options)
+    run.train(range(1))
+    run.backward(run.grads(1))
+    assert isinstance(run.optimizer._taker._step, OverlappedStep) == overlaps  # type: ignore[union-attr]
+
+
 def test_a_grad_scaler_is_refused_before_anything_is_written() -> None:
     """Where parameters are stepped in the backward pass, and after unscale_, which finds no gradients."""
     for steps, is_unscaled, why in ((0, True, "after scaler.unscale_"), (3, False, "steps parameters already")):
