@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -88,23 +87,6 @@ def test_the_cpu_steps_what_is_offloaded() -> None:
     run = Run(DEVICE)
     assert "backend: cpu" in repr(run.optimizer)
     assert "offload: True" in repr(run.optimizer)
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.usefixtures("_codes_of_small_tensors")
-def test_random_models_and_options(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slots and copies on the way of any size."""
-    choose = random.Random(seed)
-    monkeypatch.setattr(overlap, "SLOT_BYTES", choose.choice([1 << 6, 1 << 10, 1 << 13, 1 << 20]))
-    monkeypatch.setattr(overlap, "SLOTS", choose.choice([1, 2, 3]))
-    monkeypatch.setattr(twins, "MOST_BYTES_IN_FLIGHT", choose.choice([0, 3000, 1 << 30]))
-    monkeypatch.setattr(twins, "LARGEST_CHUNK", choose.choice([1 << 12, 1 << 14, 1 << 30]))
-    options = OPTIONS[choose.choice(list(OPTIONS))]
-    sizes = [tuple(choose.choice([1, 2, 3, 17, 40]) for _ in range(choose.randrange(4))) for _ in range(8)]
-    run, peer = (Run(device, shapes=sizes, **options) for device in (DEVICE, "cpu"))
-    run.train(range(4))
-    peer.train(range(4))
-    assert_same_bits(run, peer)
 
 
 # --- Checkpoints
