@@ -96,6 +96,23 @@ def test_bytes_are_those_of_the_page(choice: str, schedule: Any) -> None:
     assert (round(on_gpu, 2), round(on_host, 2)) == tuple(map(float, row))
 
 
+def test_a_parameter_is_not_given_out_again_before_its_twin_is_copied_back() -> None:
+    """Stepped on a side stream, and freed: its memory is the main stream's, which waits for neither."""
+    run = Run(DEVICE, shapes=[(40, 30)])
+    run.train(range(2))
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        run.backward(run.grads(2))
+        run.optimizer.step()
+    del run
+    gc.collect()
+    theirs = [torch.full((40 * 30,), 7.0) for _ in range(64)]
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 7.0).all()) for tensor in theirs)
+
+
 def test_twins_have_memory_of_their_own() -> None:
     tensors = [torch.empty(numel, device="meta") for numel in (70_000, 3, 300_000, 0, 11_000, 270_000, 40_000, 1)]
     made = twins.pinned_like(tensors)
