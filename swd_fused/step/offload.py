@@ -180,7 +180,8 @@ class Offload(GradientTaker):
         if self._stepper.options.needs_one_pass and self._is_scaled is None:
             return torch.empty_like(grad, device="cpu", requires_grad=False)
         if not self._kept_memory:
-            params = [param for param in params_of(self._groups) if id(param) in self._hooks and param.is_cuda]
+            hooked = [param for param in params_of(self._groups) if id(param) in self._hooks]
+            params = [param for param in hooked if is_offloaded(param, self._stepper.options)]
             self._kept_memory = dict(zip(params, pinned_like(params), strict=True))
         memory = self._kept_memory.get(param)
         if memory is None or memory.dtype != grad.dtype or memory.shape != grad.shape:
