@@ -72,8 +72,8 @@ class FusedAdamS(Optimizer):
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
             available. `repr` names the one in use.
-        offload: keep the state of parameters that are on a GPU in host memory, and step them on the CPU. Gradients
-            leave the GPU in the backward pass. For one process; docs/offload.md has the limits.
+        offload: keep the state of parameters that are on a GPU in host memory, and step them on the CPU, but for small
+            ones. Gradients leave the GPU in the backward pass. For one process; docs/offload.md has the limits.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 

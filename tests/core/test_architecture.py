@@ -50,7 +50,7 @@ LAYERS = [
     ["step.stepper"],
     ["step.hooks"],
     ["step.release"],
-    ["step.overlap"],
+    ["step.overlap", "step.offloaded_scaling"],
     ["step.offload"],
     ["new_groups", "checkpoints", "reports"],
     ["settings"],
