@@ -18,6 +18,7 @@ struct Scalars {
   T decay_factor;
   T step_size;     // lr / bias_correction1
   bool from_grad;  // whether exp_avg is g - beta1 (g - m) and not m + (1 - beta1)(g - m)
+  bool cautious;   // whether only weights decay that the update does not move away from zero
 
   template <typename To>
   Scalars<To> as() const {
@@ -30,17 +31,21 @@ struct Scalars {
             static_cast<To>(eps),
             static_cast<To>(decay_factor),
             static_cast<To>(step_size),
-            from_grad};
+            from_grad,
+            cautious};
   }
 };
 
-// Returns the root of the second moment, which moments in 8 bits are made of. V is T or Vector<T>. L2 is whether s.l2
-// is not 0, and FROM_GRAD is s.from_grad: asked of each vector anew the one took a fifth of an update in the cache, the
-// other 5%, and a branch in between kept GCC from fusing multiply with add.
-template <bool AMSGRAD, bool L2, bool FROM_GRAD, typename V, typename T>
+// How an element decays: by a factor; by a term of its gradient, where s.l2 is not 0; or if s.cautious.
+enum class Decay { Plain, L2, Cautious };
+
+// Returns the root of the second moment, which moments in 8 bits are made of. V is T or Vector<T>. FROM_GRAD is
+// s.from_grad: asked of each vector anew whether there is L2 took a fifth of an update in the cache, FROM_GRAD 5%, and
+// a branch in between kept GCC from fusing multiply with add.
+template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename V, typename T>
 SWD_INLINE V update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_sq, V grad, const Scalars<T>& s) {
   grad *= s.grad_scale;
-  if constexpr (L2) grad += s.l2 * param;
+  if constexpr (DECAY == Decay::L2) grad += s.l2 * param;
   // As torch's lerp: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small one.
   exp_avg = (FROM_GRAD ? grad : exp_avg) + s.exp_avg_slope * (grad - exp_avg);
   exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * grad * grad;
@@ -52,7 +57,13 @@ SWD_INLINE V update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_
   }
   const V root = square_root(averaged);
   const V denom = root * s.inv_sqrt_bias_correction2 + s.eps;
-  param = s.decay_factor * param - s.step_size * exp_avg / denom;
+  if constexpr (DECAY == Decay::Cautious) {
+    // The update has the sign of exp_avg. Both signs are asked for: the product of two small numbers would be zero.
+    const V towards_zero = param < 0 ? -exp_avg : exp_avg;
+    param = (towards_zero >= 0 ? s.decay_factor * param : param) - s.step_size * exp_avg / denom;
+  } else {
+    param = s.decay_factor * param - s.step_size * exp_avg / denom;
+  }
   return root;
 }
 

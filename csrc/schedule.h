@@ -10,12 +10,15 @@ namespace swd {
 
 // A row of the `hyper` table, one for each parameter group.
 struct Hyper {
-  double lr, beta1, beta2, eps;
+  double lr;
+  double decay_lr;  // what takes its place before the decay
+  double beta1, beta2, eps;
   double weight_decay, max_decay;  // the paper's
   double sign;                     // -1 to maximize
-  double decoupled_decay;          // AdamW's
+  double decoupled_decay;          // AdamW's, or independent of the learning rate
   double l2;                       // Adam's
   double corrects_bias;            // 1 or 0
+  double cautious;                 // 1 or 0
 };
 
 inline double bias_correction(double beta, double step, const Hyper& hyper) {
@@ -31,9 +34,9 @@ inline double mean_of_sums(double carried, double fresh, double grad_factor, dou
 // What weights are multiplied by. A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which
 // would spread to all weights.
 inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {
-  const double decoupled = hyper.lr * hyper.decoupled_decay;
+  const double decoupled = hyper.decay_lr * hyper.decoupled_decay;
   if (!(exp_avg_sq_mean > 0)) return 1 - decoupled;
-  const double scheduled = hyper.lr * hyper.weight_decay / (std::sqrt(exp_avg_sq_mean) + hyper.eps);
+  const double scheduled = hyper.decay_lr * hyper.weight_decay / (std::sqrt(exp_avg_sq_mean) + hyper.eps);
   return 1 - std::min(scheduled, hyper.max_decay) - decoupled;
 }
 
@@ -54,7 +57,8 @@ inline Scalars<double> scalars_of(const Hyper& hyper, double step, double grad_f
           hyper.eps,
           decay_factor,
           hyper.lr / bias_correction(hyper.beta1, step, hyper),
-          from_grad};
+          from_grad,
+          hyper.cautious != 0};
 }
 
 }  // namespace swd

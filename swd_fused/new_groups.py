@@ -16,12 +16,17 @@ from swd_fused.state import eight_bit
 from swd_fused.step import adamw_terms
 from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.group_checks import check_new_group, check_params
+from swd_fused.tensors.hyper import scalar_dtype
+from swd_fused.tensors.largest_lr import SO_FAR, TensorLr, is_followed
 
 Group = Mapping[str, Any]
 
 # Below this a bfloat16 weight of 0.02 and more stays where it is: it resolves 1/256 of itself, and a step moves it by
 # about lr. At 1e-5 it was 3% of a small language model's weights that moved.
 SMALL_LR_FOR_BFLOAT16 = 1e-4
+
+# Of a weight, in each step: AdamW's decay of 0.1 takes no more at a learning rate of 0.1.
+LARGE_SHARE = 1e-2
 
 # For warnings from what `check_all` calls, in terms of the constructor. Two levels are those of torch's decorator.
 CALLER_OF_CONSTRUCTOR = 6
@@ -64,6 +69,10 @@ def new_group(
     check_params(tensors, "one group")
     check_fit(options, tensors, others)
     group = {**group, "params": params, **adamw_terms.calibration_of(group, defaults, options.decay)}
+    whole = {**defaults, **group}
+    if isinstance(whole["lr"], Tensor) and is_followed(whole, options.decay):
+        # From the start, or torch.compile would compile a second step anew.
+        group[SO_FAR] = TensorLr(whole, options.decay, scalar_dtype(whole["lr"].device)).so_far
     group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
     if "process_group" in group:
         group["process_group"] = ShardedOver.checked(group["process_group"])
@@ -93,6 +102,7 @@ def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Gr
     _warn_without_codes(groups)
     _check_use_of_precision(options, dtypes)
     _warn_of_lost_updates(options, groups)
+    _warn_of_large_shares(options, groups)
 
 
 def _check_use_of_seed(options: Options, groups: Sequence[Group]) -> None:
@@ -146,3 +156,14 @@ def _warn_of_lost_updates(options: Options, groups: Sequence[Group]) -> None:
                 stacklevel=CALLER_OF_CONSTRUCTOR,
             )
             return
+
+
+def _warn_of_large_shares(options: Options, groups: Sequence[Group]) -> None:
+    """Warns of AdamW's weight decay where nothing multiplies it by a learning rate."""
+    largest = max((group["weight_decay"] for group in groups), default=0.0)
+    if options.decay == "independent" and largest > LARGE_SHARE:
+        warnings.warn(
+            f"FusedAdamS got weight_decay={largest:g} with decay='independent': each step at the largest learning rate "
+            f"removes {largest:.3g} of each weight. AdamW's value times its largest learning rate decays as AdamW's.",
+            stacklevel=CALLER_OF_CONSTRUCTOR,
+        )

@@ -38,8 +38,8 @@ class FusedAdamS(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
-            groups. A group may have its own `lr`, `betas`, `eps`, `weight_decay`, `amsgrad`, `maximize`, `max_decay`,
-            `bias_correction`, `state_dtype` and `process_group`; the other options hold for all groups.
+            groups. What a group may have of its own is in `swd_fused.options.GroupOptions`: `lr`, `weight_decay` and
+            `state_dtype` among others. The other options hold for all groups.
 
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
@@ -58,8 +58,11 @@ class FusedAdamS(Optimizer):
             decay as AdamW would with this value, and the schedule continues from there. Groups with `weight_decay=0`
             do not decay.
         calibration_steps: 100 by default. The warm-up is a good choice.
-        decay: "scheduled", the paper's; or, for comparisons with all else equal, "decoupled", AdamW's, or "l2",
-            Adam's, for which `weight_decay` means what it does there and the schedule is not used.
+        decay: "scheduled", the paper's; without a schedule "decoupled", AdamW's; "independent" of the learning rate's
+            size, which removes weight_decay * lr / largest lr of a weight; or "l2", Adam's. See docs/weight-decay.md.
+        corrected_decay: multiply the decay by lr / largest lr. With "decoupled" that is AdamC.
+        cautious_decay: decay only weights that the update does not move away from zero.
+        largest_lr: the learning rate's peak. None is the largest so far, kept in groups: `largest_lr_so_far=`.
 
         master_weights: update float32 masters of 16-bit parameters; the state has float16's, and what bfloat16's lack.
         stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
@@ -72,8 +75,7 @@ class FusedAdamS(Optimizer):
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
             available. `repr` names the one in use.
-        offload: keep the state of parameters that are on a GPU in host memory, and step them on the CPU, but for small
-            ones. Gradients leave the GPU in the backward pass. For one process; docs/offload.md has the limits.
+        offload: keep the state of parameters on a GPU in host memory, and step them on the CPU; see docs/offload.md.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 
@@ -107,6 +109,9 @@ class FusedAdamS(Optimizer):
         adamw_weight_decay: float | None = None,
         calibration_steps: int | None = None,
         decay: Decay = "scheduled",
+        corrected_decay: bool = False,
+        cautious_decay: bool = False,
+        largest_lr: float | None = None,
         # Mixed precision
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -244,8 +249,8 @@ class FusedAdamS(Optimizer):
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
         Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
-        step, which is exact, keeps gradients until then, and may round its mean differently in the last bit of float64,
-        or on a GPU in the last bits of float32. `remove()` of what is returned ends gradient release.
+        step, which is exact, keeps gradients until then, and may round its mean differently in the last bits.
+        `remove()` of what is returned ends gradient release.
 
         Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
         gradients too late. Not with clipping or GradScaler, which need all gradients first.
@@ -296,11 +301,7 @@ class FusedAdamS(Optimizer):
         """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them.
 
         `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
-        too small for AdamW. For an AdamW that loads it:
-
-            adamw.load_state_dict(optimizer.state_dict())
-            for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay()):
-                group["weight_decay"] = weight_decay
+        too small for AdamW: one that loads it should get `effective_weight_decay()`, see docs/migrating.md.
         """
         if self._taker is not None:
             self._taker.settle()
@@ -378,7 +379,7 @@ class FusedAdamS(Optimizer):
     def effective_weight_decay(self) -> list[float]:
         """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
-        At the mean of the last step, NaN before the first. Waits for the device.
+        At the mean of the last step, NaN before it. With `cautious_decay`, where they decay. Waits for the device.
         """
         self._stepper.end_calibration(self.param_groups)
         return adamw_terms.effective_weight_decay(self.param_groups, self.options.decay, self.exp_avg_sq_mean)
@@ -386,10 +387,10 @@ class FusedAdamS(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Returns what is worth logging of the last step. Waits for the device.
 
-        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean, and
-        `effective_weight_decay/<group>` AdamW's weight decay that would shrink as much, by the group's `name` or index.
-        `skipped_steps` and, where `max_grad_norm` is set, `clipped_share` are of all steps since this optimizer was
-        made: near 1 clipping makes the decay constant.
+        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean. By the group's `name` or index,
+        `effective_weight_decay/<group>` is AdamW's that would shrink as much, and `decay_timescale/<group>` the steps
+        in which decay alone would leave 1/e of a weight. `skipped_steps` and `clipped_share`, by `max_grad_norm`, are
+        of all steps since this optimizer was made.
         """
         return reports.metrics(self._stepper, self.param_groups, self.effective_weight_decay())
 

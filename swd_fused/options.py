@@ -16,7 +16,7 @@ from torch import Tensor
 from swd_fused.checks import FINITE, FLAG, FLAG_OR_NONE, Check, did_you_mean, is_finite, is_number, is_whole, one_of
 
 Schedule = Literal["exact", "lagged"]
-Decay = Literal["scheduled", "decoupled", "l2"]
+Decay = Literal["scheduled", "decoupled", "independent", "l2"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
 
 # Of moments. "8bit" is for both of them, a dtype for the first one.
@@ -68,6 +68,12 @@ SEED = Check(lambda seed: is_whole(seed) and seed < 2**63, "a whole number in [0
 MAX_GRAD_NORM = Check(lambda norm: is_number(norm) and norm > 0, "a number > 0", "Use None to switch clipping off.")
 TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or None to count elements")
 DECAY = one_of(*get_args(Decay))
+LARGEST_LR = Check(
+    lambda lr: is_number(lr) and 0 < lr < math.inf, "a finite number > 0", "Use None to follow the learning rate."
+)
+LARGEST_LR_SO_FAR = Check(
+    lambda lr: is_one_float(lr) if isinstance(lr, Tensor) else is_finite(lr), "what steps have left there, or 0.0"
+)
 
 
 # --- The tables
@@ -89,6 +95,11 @@ class GroupOptions(NamedTuple):
     calibration_steps: Annotated[int, STEPS_LEFT] = 0
     bias_correction: Annotated[bool, FLAG] = True
     state_dtype: Annotated[StateDtype, STATE_DTYPE] = None
+    corrected_decay: Annotated[bool, FLAG] = False
+    cautious_decay: Annotated[bool, FLAG] = False
+    largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
+    # Not an argument: what steps have seen, see `tensors.largest_lr`. A tensor if `lr` is one.
+    largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
     # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
     decay: Annotated[Decay, DECAY] = "scheduled"
 
@@ -198,10 +209,10 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
 
 def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
     """Returns the kind of decay that is asked for by our keyword and by apex's."""
-    if not adam_w_mode and decay == "decoupled":
+    if not adam_w_mode and decay in ("decoupled", "independent"):
         raise ValueError(
-            'FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay="decoupled", which asks '
-            "for AdamW's decay. Use one of the two."
+            f"FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay={decay!r}, which asks for "
+            "decay of the weights themselves. Use one of the two."
         )
     return decay if adam_w_mode else "l2"
 

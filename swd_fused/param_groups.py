@@ -1,4 +1,4 @@
-"""Sorts a model's parameters into a group that decays and one that does not."""
+"""Sorts a model's parameters into groups by how they decay."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def param_groups(
     *,
     decay_embeddings: bool = False,
     no_decay: Iterable[str] = (),
+    corrected_decay: bool = False,
+    not_corrected: Iterable[str] = (),
     include_frozen: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for FusedAdamS, or any torch optimizer, in which only matrices decay.
@@ -50,6 +52,11 @@ def param_groups(
         decay_embeddings: whether embeddings decay, among them those for positions and single tokens (`cls_token`).
         no_decay: names of further parameters that must not decay, as `model.named_parameters()` has them. `*` stands
             for any text, as in "*.router.weight".
+        corrected_decay: whether to make the groups of AdamC: a group "corrected_decay", with that option of FusedAdamS,
+            takes from "decay" all matrices but those of the output layer and embeddings, which no norm follows. The
+            output layer is what the model returns from `get_output_embeddings()` or `get_classifier()`, as those of
+            transformers and timm do, or else its last matrix.
+        not_corrected: names of further matrices that no norm follows, as in `no_decay`.
         include_frozen: whether to list parameters that do not require gradients, to be unfrozen later.
 
     Example:
@@ -64,39 +71,81 @@ def param_groups(
         raise ValueError(
             f"param_groups got weight_decay={weight_decay!r}, wanted a finite number that is not negative."
         )
-    if isinstance(no_decay, str):
-        no_decay = [no_decay]
-    patterns = dict.fromkeys(no_decay, False)  # and whether it has matched
+    if not_corrected and not corrected_decay:
+        raise ValueError(
+            f"param_groups got not_corrected={not_corrected!r} without corrected_decay=True, which it is an exception "
+            "from. Pass both, or neither."
+        )
+    exempted, excepted = Patterns("no_decay", no_decay), Patterns("not_corrected", not_corrected)
     params: dict[Tensor, str] = {}
     exempt: set[Tensor] = set()
+    without_norm: set[Tensor] = set()
     by_modules = _no_decay_by_modules(model)
     for name, param, module in _owned_params(model):
         _check(name, param)
-        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        patterns.update(dict.fromkeys(matching, True))
+        is_listed, is_excepted = exempted.match(name), excepted.match(name)
         if param.requires_grad or include_frozen:
             params.setdefault(param, name)
-            is_listed = matching or any(fnmatchcase(name, pattern) for pattern in by_modules)
-            if is_listed or not _decays(name, param, module, decay_embeddings):
+            is_listed |= any(fnmatchcase(name, pattern) for pattern in by_modules)
+            is_embedding = _is_embedding(name, module)
+            if is_listed or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
                 exempt.add(param)
-    unmatched = [pattern for pattern, matched in patterns.items() if not matched]
-    if unmatched:
-        raise ValueError(
-            f"param_groups got no_decay={unmatched}, which no parameter of {type(model).__name__} is called. Names are "
-            f"those of model.named_parameters(), such as {next(iter(params.values()), 'none at all')!r}."
-        )
+            if is_excepted or is_embedding:
+                without_norm.add(param)
+    for patterns in (exempted, excepted):
+        patterns.check(model, params.values())
     if not params:
         raise ValueError(
             f"param_groups got a {type(model).__name__} without parameters that require gradients, wanted at least "
             "one. Unfreeze some, or pass include_frozen=True."
         )
+    decaying = [param for param in params if param not in exempt]
+    if corrected_decay:
+        without_norm |= _output_layer(model) or set(decaying[-1:])
+    else:
+        without_norm |= set(decaying)
     groups: list[dict[str, Any]] = [
+        {"params": [], "name": "corrected_decay", "weight_decay": weight_decay, "corrected_decay": True},
         {"params": [], "name": "decay", "weight_decay": weight_decay},
         {"params": [], "name": "no_decay", "weight_decay": 0.0},
     ]
     for param, name in params.items():
-        groups[param in exempt]["params"].append((name, param))
+        groups[2 if param in exempt else int(param in without_norm)]["params"].append((name, param))
     return [group for group in groups if group["params"]]
+
+
+class Patterns:
+    """Names that were asked for, some of which stand for several parameters."""
+
+    def __init__(self, argument: str, patterns: Iterable[str]) -> None:
+        self._argument = argument
+        self._matched = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, False)
+
+    def match(self, name: str) -> bool:
+        matching = [pattern for pattern in self._matched if fnmatchcase(name, pattern)]
+        self._matched.update(dict.fromkeys(matching, True))
+        return bool(matching)
+
+    def check(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Refuses names that no parameter has."""
+        unmatched = [pattern for pattern, matched in self._matched.items() if not matched]
+        if unmatched:
+            raise ValueError(
+                f"param_groups got {self._argument}={unmatched}, which no parameter of {type(model).__name__} is "
+                "called. Names are those of model.named_parameters(), such as "
+                f"{next(iter(names), 'none at all')!r}."
+            )
+
+
+def _output_layer(model: nn.Module) -> set[Tensor]:
+    """Returns the parameters of what a model itself calls its output layer: one module, or some."""
+    for name in ("get_output_embeddings", "get_classifier"):
+        layers = getattr(model, name, lambda: None)()
+        found = layers if isinstance(layers, (tuple, list)) else [layers]
+        params: set[Tensor] = {param for layer in found if isinstance(layer, nn.Module) for param in layer.parameters()}
+        if params:
+            return params
+    return set()
 
 
 def _owned_params(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
@@ -128,14 +177,16 @@ def _check(name: str, param: Tensor) -> None:
         )
 
 
-def _decays(name: str, param: Tensor, module: nn.Module, decay_embeddings: bool) -> bool:
-    own_name, class_name = name.rpartition(".")[2], type(module).__name__
+def _is_matrix(name: str, param: Tensor, module: nn.Module) -> bool:
+    """Whether it is neither a bias, nor of a norm, nor another vector."""
     dims = len(getattr(param, "ds_shape", param.shape))  # DeepSpeed's ZeRO-3 leaves empty tensors that tell their shape
-    if dims <= 1 or BIAS.search(own_name) or isinstance(module, NORMS) or NORM_CLASS.search(class_name):
-        return False
-    is_embedding = (
+    is_of_norm = isinstance(module, NORMS) or NORM_CLASS.search(type(module).__name__)
+    return dims > 1 and not BIAS.search(name.rpartition(".")[2]) and not is_of_norm
+
+
+def _is_embedding(name: str, module: nn.Module) -> bool:
+    return bool(
         isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        or EMBEDDING_CLASS.search(class_name)
-        or EMBEDDING.search(own_name)
+        or EMBEDDING_CLASS.search(type(module).__name__)
+        or EMBEDDING.search(name.rpartition(".")[2])
     )
-    return decay_embeddings or not is_embedding

@@ -16,12 +16,14 @@ def metrics(stepper: Stepper, groups: Sequence[Mapping[str, Any]], weight_decays
     """Returns what is worth logging of the last step. `weight_decays` are the effective ones of the groups."""
     clipped = {} if stepper.options.max_grad_norm is None else {"clipped_share": stepper.clipped_steps.share()}
     names = [group.get("name", index) for index, group in enumerate(groups)]
-    decays = zip(names, weight_decays, strict=True)
+    decays = list(zip(names, weight_decays, strict=True))
+    shares = {name: float(group["lr"]) * decay for (name, decay), group in zip(decays, groups, strict=True)}
     exp_avg_sq_mean, grad_norm = stepper.last[0], stepper.last[1]
     return {
         "grad_norm": float(grad_norm),
         "rms_grad": float(exp_avg_sq_mean.sqrt()),
         **{f"effective_weight_decay/{name}": decay for name, decay in decays},
+        **{f"decay_timescale/{name}": 1 / share for name, share in shares.items() if share != 0},
         **clipped,
         "skipped_steps": float(stepper.skipped_steps),
     }

@@ -129,10 +129,12 @@ def scheduled_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
     return torch.where(exp_avg_sq_mean > 0, scheduled, 0.0)
 
 
-def effective_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
-    """Returns AdamW's weight decay that would shrink as much, within `max_decay`, by group."""
-    scheduled = scheduled_weight_decay(exp_avg_sq_mean, hyper)
-    return torch.minimum(scheduled, hyper.column("max_decay") / hyper.column("lr")) + hyper.column("decoupled_decay")
+def effective_weight_decay(exp_avg_sq_mean: Tensor, hyper: Hyper, corrections: Tensor | float = 1.0) -> Tensor:
+    """Returns AdamW's weight decay that would shrink as much, within `max_decay`, by group. `corrections` are what the
+    decay is multiplied by besides, see `largest_lr.correction`."""
+    scheduled = corrections * scheduled_weight_decay(exp_avg_sq_mean, hyper)
+    within_limits = torch.minimum(scheduled, hyper.column("max_decay") / hyper.column("lr"))
+    return within_limits + corrections * hyper.column("decoupled_decay")
 
 
 def decay_factor(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
@@ -140,7 +142,7 @@ def decay_factor(exp_avg_sq_mean: Tensor, hyper: Hyper) -> Tensor:
 
     Computed by itself: with `lr=0` the effective weight decay may be infinite, and times 0 that is NaN.
     """
-    lr = hyper.column("lr")
+    lr = hyper.column("decay_lr")
     shrink = lr * hyper.column("weight_decay") / (exp_avg_sq_mean.sqrt() + hyper.column("eps"))
     scheduled = torch.where(exp_avg_sq_mean > 0, torch.minimum(shrink, hyper.column("max_decay")), 0.0)
     return 1 - scheduled - lr * hyper.column("decoupled_decay")

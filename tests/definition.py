@@ -1,4 +1,6 @@
-"""The paper's AdamS (algorithm 2, and AMSGradS) in NumPy, as DESIGN fixes it: the judge of every backend.
+"""The paper's AdamS (algorithm 2, and AMSGradS) in NumPy, as DESIGN fixes it: the judge of every backend. Beside it the
+other decays of weights: AdamW's, AdamC's (arXiv 2506.02285), the one independent of the learning rate (as in arXiv
+2309.14322), and the cautious one (arXiv 2510.12402).
 
 In long double, which is more precise than anything that it judges. Nothing of the package is used here.
 """
@@ -26,6 +28,10 @@ class Group:
     amsgrad: bool = False
     maximize: bool = False
     max_decay: float = 0.1
+    corrected_decay: bool = False
+    cautious_decay: bool = False
+    largest_lr: float | None = None
+    largest_lr_so_far: float = 0.0
 
 
 @dataclass
@@ -35,6 +41,7 @@ class AdamS:
     params: list[Array]
     groups: list[Group]
     max_grad_norm: float | None = None
+    decay: str = "scheduled"
     exp_avg: list[Array] = field(init=False)
     exp_avg_sq: list[Array] = field(init=False)
     max_exp_avg_sq: list[Array] = field(init=False)
@@ -53,6 +60,8 @@ class AdamS:
         with_grad = [(group, i) for group in self.groups for i in group.params if grads[i] is not None]
         if not with_grad:
             return
+        for group in self.groups:
+            group.largest_lr_so_far = max(group.largest_lr_so_far, group.lr)
         g = {i: wide(grads[i]) for _, i in with_grad}
         self.grad_norm = np.sqrt(sum((x * x).sum() for x in g.values()))
         if self.max_grad_norm is not None:
@@ -67,12 +76,31 @@ class AdamS:
             self.max_exp_avg_sq[i] = np.maximum(self.max_exp_avg_sq[i], self.exp_avg_sq[i])
         self.exp_avg_sq_mean = self.mean(with_grad)
         for group, i in with_grad:
-            mean = self.mean_for(i, with_grad)
-            shrink = group.lr * group.weight_decay / (np.sqrt(mean) + group.eps) if mean > 0 else 0.0
-            decay_factor = 1 - min(shrink, group.max_decay)
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group.betas[0], i)
-            update = group.lr * exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
-            self.params[i] = decay_factor * self.params[i] - update
+            direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
+            shrink = self.shrink(group, self.mean_for(i, with_grad))
+            decays = self.agrees(i, direction, g[i]) if group.cautious_decay else np.ones_like(direction, dtype=bool)
+            decay_factor = np.where(decays, 1 - wide(shrink), wide(1.0))
+            self.params[i] = decay_factor * self.params[i] - group.lr * direction
+
+    def shrink(self, group: Group, mean: Array) -> Array:
+        """What a step takes of each weight that decays."""
+        if self.decay == "independent":
+            return wide(group.weight_decay) * self.correction(group)
+        lr = wide(group.lr) * (self.correction(group) if group.corrected_decay else 1)
+        if self.decay == "decoupled":
+            return lr * group.weight_decay
+        return (
+            min(lr * group.weight_decay / (np.sqrt(mean) + group.eps), wide(group.max_decay)) if mean > 0 else wide(0)
+        )
+
+    def correction(self, group: Group) -> Array:
+        largest = max(group.largest_lr_so_far, group.largest_lr or 0.0)
+        return wide(group.lr) / largest if group.lr > 0 else wide(0.0)
+
+    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
+        """Which elements the update does not move away from zero."""
+        return direction * self.params[i] >= 0
 
     def bias_correction(self, beta: float, i: int) -> Array:
         return 1 - wide(beta) ** self.steps[i]
@@ -149,3 +177,61 @@ class MeanNotClipped(AdamS):
 
 
 WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, NoBiasCorrection, MeanOfStepBefore, MeanNotClipped]
+
+
+# --- Wrong where decay is corrected, independent of the learning rate, or cautious
+
+
+class NotCorrected(AdamS):
+    """Wrong: AdamW's."""
+
+    def correction(self, group: Group) -> Array:
+        return wide(1.0)
+
+
+class CorrectedTwice(AdamS):
+    def correction(self, group: Group) -> Array:
+        return super().correction(group) ** 2
+
+
+class LargestOfAllGroups(AdamS):
+    """Wrong: another group's learning rate counts."""
+
+    def correction(self, group: Group) -> Array:
+        return wide(group.lr) / max(other.largest_lr_so_far for other in self.groups)
+
+
+class IndependentTimesLr(AdamS):
+    """Wrong for "independent"."""
+
+    def shrink(self, group: Group, mean: Array) -> Array:
+        return super().shrink(group, mean) * group.lr
+
+
+class AgreesWithGradient(AdamS):
+    """Wrong: momentum may point elsewhere."""
+
+    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
+        return grad * self.params[i] >= 0
+
+
+class AgreesElsewhere(AdamS):
+    """Wrong: the other weights decay."""
+
+    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
+        return direction * self.params[i] <= 0
+
+
+class AgreesWithAll(AdamS):
+    """Wrong: nothing is left out."""
+
+    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
+        return np.ones_like(direction, dtype=bool)
+
+
+class AgreesAfterUpdate(AdamS):
+    """Wrong: the weight is taken as the update leaves it."""
+
+    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
+        lr = next(group.lr for group in self.groups if i in group.params)
+        return direction * (self.params[i] - lr * direction) >= 0

@@ -10,6 +10,7 @@
 
 #include "../masters.h"
 #include "../random_bits.h"
+#include "by_kind.h"
 #include "clones.h"
 #include "float16_arrays.h"
 
@@ -199,7 +200,7 @@ SWD_INLINE double sum_each(const T* values, int64_t n) {
 
 // --- Updates
 
-template <bool AMSGRAD, bool L2, bool FROM_GRAD, typename T>
+template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename T>
 SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                      const Scalars<T>& scalars) {
   const Scalars<T> s = scalars;
@@ -209,7 +210,7 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
     V p = get<V>(param + i), m = get<V>(exp_avg + i), second = get<V>(exp_avg_sq + i), second_max{};
     const V g = get<V>(grad + i);
     if constexpr (AMSGRAD) second_max = get<V>(max_exp_avg_sq + i);
-    update_element<AMSGRAD, L2, FROM_GRAD>(p, m, second, second_max, g, s);
+    update_element<AMSGRAD, DECAY, FROM_GRAD>(p, m, second, second_max, g, s);
     put(param + i, p);
     put(exp_avg + i, m);
     put(exp_avg_sq + i, second);
@@ -223,14 +224,10 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
 template <bool AMSGRAD, typename T>
 SWD_INLINE UpdateSums update_each(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                   const Scalars<T>& scalars) {
-  const auto update = [&](auto l2, auto from_grad) SWD_INLINE_LAMBDA {
-    return update_vectors<AMSGRAD, decltype(l2)::value, decltype(from_grad)::value>(param, exp_avg, exp_avg_sq,
-                                                                                    max_exp_avg_sq, grad, n, scalars);
-  };
-  using Yes = std::true_type;
-  using No = std::false_type;
-  if (scalars.from_grad) return scalars.l2 == 0 ? update(No{}, Yes{}) : update(Yes{}, Yes{});
-  return scalars.l2 == 0 ? update(No{}, No{}) : update(Yes{}, No{});
+  return by_kind(scalars, [&](auto decay, auto from_grad) SWD_INLINE_LAMBDA {
+    return update_vectors<AMSGRAD, decltype(decay)::value, decltype(from_grad)::value>(
+        param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+  });
 }
 
 // The update itself, with its other results thrown away, exp_avg among them. Its decay is the schedule's, so there is
@@ -243,7 +240,7 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
   for_each_vector<T>(n, [&](int64_t i, auto v) SWD_INLINE_LAMBDA {
     using V = decltype(v);
     V param{}, exp_avg{}, second = get<V>(exp_avg_sq + i), second_max = get<V>(max_exp_avg_sq + i);
-    update_element<true, false, false>(param, exp_avg, second, second_max, get<V>(grad + i), s);
+    update_element<true, Decay::Plain, false>(param, exp_avg, second, second_max, get<V>(grad + i), s);
     sum.add(second_max);
   });
   return sum.total();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../element.h"
+#include "by_kind.h"
 #include "coded_blocks.h"
 
 namespace swd {
@@ -47,7 +48,7 @@ SWD_INLINE Floats without_sign(Floats numbers) {
 // Each block is rounded while the next one is updated: one waits for the divider, the other is all integers. What
 // changes from element to element is in local variables: in members it went through memory, and took half as long
 // again.
-template <typename Lanes, bool AMSGRAD, bool L2, bool FROM_GRAD>
+template <typename Lanes, bool AMSGRAD, Decay DECAY, bool FROM_GRAD>
 SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments, float* max_exp_avg_sq,
                                        const float* grad, int64_t blocks, const Scalars<float>& scalars,
                                        uint32_t rounding_key, int64_t block) {
@@ -71,7 +72,7 @@ SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments,
       const Floats last_root = Lanes::numbers(root_codes + begin + i) * root_scale;
       Floats second = last_root * last_root;
       if constexpr (AMSGRAD) second_max = get<Floats>(max_exp_avg_sq + begin + i);
-      Floats root = update_element<AMSGRAD, L2, FROM_GRAD>(p, m, second, second_max, g, s);
+      Floats root = update_element<AMSGRAD, DECAY, FROM_GRAD>(p, m, second, second_max, g, s);
       if constexpr (AMSGRAD) {
         put(max_exp_avg_sq + begin + i, second_max);
         root = square_root(second);
@@ -127,17 +128,13 @@ SWD_INLINE UpdateSums update_and_round(float* param, const CodedBlocks& moments,
 template <typename Lanes>
 SWD_INLINE UpdateSums update_blocks(float* param, const CodedBlocks& moments, float* max_exp_avg_sq, const float* grad,
                                     int64_t blocks, const Scalars<float>& s, uint32_t rounding_key, int64_t block) {
-  using Yes = std::true_type;
-  using No = std::false_type;
-  const auto update = [&](auto amsgrad, auto l2, auto from_grad) SWD_INLINE_LAMBDA {
-    return update_and_round<Lanes, decltype(amsgrad)::value, decltype(l2)::value, decltype(from_grad)::value>(
-        param, moments, max_exp_avg_sq, grad, blocks, s, rounding_key, block);
+  const auto update = [&](auto amsgrad) SWD_INLINE_LAMBDA {
+    return by_kind(s, [&](auto decay, auto from_grad) SWD_INLINE_LAMBDA {
+      return update_and_round<Lanes, decltype(amsgrad)::value, decltype(decay)::value, decltype(from_grad)::value>(
+          param, moments, max_exp_avg_sq, grad, blocks, s, rounding_key, block);
+    });
   };
-  const auto by_scalars = [&](auto amsgrad) SWD_INLINE_LAMBDA {
-    if (s.from_grad) return s.l2 == 0 ? update(amsgrad, No{}, Yes{}) : update(amsgrad, Yes{}, Yes{});
-    return s.l2 == 0 ? update(amsgrad, No{}, No{}) : update(amsgrad, Yes{}, No{});
-  };
-  return max_exp_avg_sq ? by_scalars(Yes{}) : by_scalars(No{});
+  return max_exp_avg_sq ? update(std::true_type{}) : update(std::false_type{});
 }
 
 }  // namespace

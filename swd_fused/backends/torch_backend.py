@@ -8,7 +8,8 @@
     v^ = v / (1 - b2^t)                            bias_correction2 is 1 - b2^t
     v_ = mean(v^)                                  exp_avg_sq_mean, over all tensors, from the sums of `pass1`
     p  = p - lr / (sqrt(v^) + eps) m^              param, in `update_`
-           - lr / (sqrt(v_) + eps) lambda p        decay_factor, by which p is multiplied, in schedule.py
+           - lr / (sqrt(v_) + eps) lambda p        decay_factor, by which p is multiplied, in schedule.py;
+                                                   if cautious, where the update has the sign of p
 
 The mean must be known before the first tensor is written. For it `pass1` does not compute v, except for amsgrad: the
 sum of v over a tensor is b2 times the sum that `pass2` of the step before has left, plus (1 - b2) times that of g^2.
@@ -17,6 +18,7 @@ sum of v over a tensor is b2 times the sum that `pass2` of the step before has l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,8 +122,20 @@ def update_(
         torch._foreach_maximum_(maxima, exp_avg_sqs)
     denoms = torch._foreach_sqrt(maxima or exp_avg_sqs)
     torch._foreach_add_(denoms, epss)
-    torch._foreach_mul_(params, [decay_factor] * len(params))
+    if row.cautious:
+        torch._foreach_mul_(params, list(map(partial(cautious_factors, decay_factor), params, exp_avgs)))
+    else:
+        torch._foreach_mul_(params, [decay_factor] * len(params))
     torch._foreach_addcmul_(params, torch._foreach_div(exp_avgs, denoms), step_sizes)
+
+
+def cautious_factors(decay_factor: Tensor, param: Tensor, exp_avg: Tensor) -> Tensor:
+    """Returns what a parameter is multiplied by if it decays only where the update does not point away from zero.
+
+    The update has exp_avg's sign. Both signs are looked at: the product of two small numbers would be zero.
+    """
+    agrees = torch.where(param < 0, -exp_avg, exp_avg) >= 0
+    return torch.where(agrees, decay_factor.to(param.dtype), 1.0)
 
 
 def advance_exp_avg_sqs_(exp_avg_sqs: list[Tensor], grads: list[Tensor], row: HyperRow) -> None:

@@ -37,8 +37,8 @@ class FusedKernel:
     def update(self, bucket: Bucket, decay_factors: Tensor, grad_factor: Tensor | None) -> set[int]:
         """Updates what it can, and returns the indices of these tensors. Step counts are advanced already.
 
-        The kernel always corrects bias. Its maxima for amsgrad forget NaN in the last few elements of a tensor (torch
-        2.13). On a device it reads a learning rate that is a tensor in float32.
+        The kernel always corrects bias, and decays all weights of a tensor. Its maxima for amsgrad forget NaN in the
+        last few elements of a tensor (torch 2.13). On a device it reads a learning rate that is a tensor in float32.
         """
         done: set[int] = set()
         is_plain = bucket.amsgrad or bucket.device.type not in FUSED_DEVICES
@@ -48,7 +48,7 @@ class FusedKernel:
             row = bucket.hyper.rows[group]
             rounds_lr = row.lr < 0 and dtype != torch.float32 and not can_be_read(bucket.steps)
             indices = [index for index in fitting if bucket.grads[index] is not None]
-            if indices and row.corrects_bias and not rounds_lr:
+            if indices and row.corrects_bias and not row.cautious and not rounds_lr:
                 self._update_kind(bucket, group, indices, decay_factors[group], grad_factor)
                 done.update(indices)
         return done

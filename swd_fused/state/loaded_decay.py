@@ -13,9 +13,13 @@ Group = Mapping[str, Any]
 CALIBRATION = ("adamw_weight_decay", "calibration_steps")
 VALUES = ("weight_decay", *CALIBRATION, "max_decay")
 
+# What a group keeps as it keeps the kind of decay: a resumed run may decay otherwise.
+VARIANTS = ("corrected_decay", "cautious_decay")
+
 DESCRIPTIONS = {
     "scheduled": "scheduled decay, which is divided by the rms gradient",
     "decoupled": "AdamW's decoupled decay",
+    "independent": "decay independent of the learning rate's size",
     "l2": "Adam's L2 regularization",
     None: "AdamW's or Adam's decay",
 }
@@ -44,16 +48,29 @@ def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], 
     `decay` is the optimizer's own kind.
     """
     ours, theirs = _decay_of(own, decay), _decay_of(saved, _saved_kind(saved))
-    if theirs.kind == decay or (theirs.kind is None and decay != "scheduled"):
+    variants = {key: own[key] for key in (*VARIANTS, *(["largest_lr"] if own["largest_lr"] is not None else []))}
+    if theirs.kind == decay or (theirs.kind is None and decay in ("decoupled", "l2")):
         # Calibration is for the schedule; torch's AdamW keeps its entries if it has loaded them.
-        return {key: own[key] for key in CALIBRATION if decay != "scheduled"}, None
-    kept = {key: own[key] for key in VALUES}
+        kept = variants | {key: own[key] for key in CALIBRATION if decay != "scheduled"}
+        return kept, _warning_of_variants(own, saved) if ours.value or theirs.value else None
+    kept = variants | {key: own[key] for key in VALUES}
     goes_on = decay == "scheduled" and ours.adamw_value is not None and ours.adamw_value == theirs.adamw_value
     if goes_on or ours.value == theirs.value == 0:
         return kept, None
     return kept, (
         f"The state dict has {theirs} for {DESCRIPTIONS[theirs.kind]}, but this optimizer has {DESCRIPTIONS[decay]}: "
         f"keeping {ours}. {_advice(ours, theirs)}"
+    )
+
+
+def _warning_of_variants(own: Group, saved: Group) -> str | None:
+    differing = [key for key in VARIANTS if saved.get(key, own[key]) != own[key]]
+    if not differing or "decoupled_weight_decay" in saved:  # torch's optimizers have kept our entries unused
+        return None
+    was, now = (", ".join(f"{key}={group[key]!r}" for key in differing) for group in (saved, own))
+    return (
+        f"The state dict was saved with {was}, but this optimizer has {now}: keeping that. To go on as it was saved "
+        f"build the optimizer with {was}."
     )
 
 

@@ -21,6 +21,7 @@ from swd_fused.options import ADAMW_WEIGHT_DECAY, Decay
 from swd_fused.step.decay_warning import CALIBRATED_ADVICE, DecayWarning
 from swd_fused.tensors.group_checks import check_is_scheduled
 from swd_fused.tensors.hyper import GroupValues
+from swd_fused.tensors.largest_lr import correction, note_larger
 from swd_fused.tensors.transfer import is_fake
 
 CALIBRATION_STEPS = 100
@@ -100,11 +101,13 @@ def choose_advice(warning: DecayWarning, *entries: Mapping[str, Any]) -> None:
         warning.advice = CALIBRATED_ADVICE
 
 
-def effective_weight_decay(groups: Sequence[Mapping[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:
+def effective_weight_decay(groups: Sequence[dict[str, Any]], decay: Decay, exp_avg_sq_mean: Tensor) -> list[float]:
     """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much. Waits for the
     device."""
-    hyper = GroupValues(groups, decay).on(exp_avg_sq_mean.device)
-    in_adamw = schedule.effective_weight_decay(exp_avg_sq_mean, hyper)
+    note_larger(groups)
+    hyper = GroupValues(groups, decay, of_step=False).on(exp_avg_sq_mean.device)
+    corrections = hyper.table.new_tensor([correction(group, decay) for group in groups])
+    in_adamw = schedule.effective_weight_decay(exp_avg_sq_mean, hyper, corrections)
     return torch.where(exp_avg_sq_mean.isnan(), exp_avg_sq_mean, in_adamw).tolist()
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from swd_fused.tensors.hyper import FAR_BEYOND_ADAMW
+from swd_fused.tensors.largest_lr import SO_FAR
 from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
 
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
@@ -31,7 +32,8 @@ CALIBRATED_ADVICE = (
 
 
 class GroupDecay(NamedTuple):
-    lr: float | None  # None: a tensor, read with the mean
+    lr: float | Tensor  # which is read with the mean, and so is the next
+    largest_lr: float | Tensor  # of corrected decay; else 0
     weight_decay: float
     eps: float
     max_decay: float
@@ -58,8 +60,8 @@ class DecayWarning:
         if self.is_done or self.is_due or is_fake(exp_avg_sq_mean):
             return
         is_early, self.early_steps_left = self.early_steps_left > 0, self.early_steps_left - 1
-        tensor_lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
         decays = [_decay_of(group) for group in groups]
+        tensor_lrs = [lr for decay in decays for lr in decay[:2] if isinstance(lr, Tensor)]
         if exp_avg_sq_mean.is_cpu:
             self._message = self._bound([float(value) for value in (exp_avg_sq_mean, *tensor_lrs)], decays, is_early)
             self.is_due = self._message is not None
@@ -81,15 +83,16 @@ class DecayWarning:
             warnings.warn(message, stacklevel=2)
 
     def _bound(self, values: list[float], decays: list[GroupDecay], is_early: bool) -> str | None:
-        """Returns the warning, if there is one. `values` are the mean and those learning rates that are tensors."""
+        """Returns the warning, if there is one. `values` are the mean and what is a tensor of the decays."""
         exp_avg_sq_mean, *rest = values
         tensor_lrs = iter(rest)
         if not exp_avg_sq_mean > 0:
             return None
         rms = math.sqrt(exp_avg_sq_mean)
-        for index, (lr, weight_decay, eps, max_decay) in enumerate(decays):
-            lr = next(tensor_lrs) if lr is None else lr
-            scheduled = weight_decay / (rms + eps)
+        for index, (lr, largest, weight_decay, eps, max_decay) in enumerate(decays):
+            lr = next(tensor_lrs) if isinstance(lr, Tensor) else lr
+            largest = next(tensor_lrs) if isinstance(largest, Tensor) else largest
+            scheduled = weight_decay / (rms + eps) * (max(lr, 0.0) / largest if largest > max(lr, 0.0) else 1)
             acts_like = (
                 f"at an rms gradient of {rms:.2g} weight_decay={weight_decay:g} acts like {scheduled:.3g} in AdamW"
             )
@@ -107,6 +110,9 @@ class DecayWarning:
 
 
 def _decay_of(group: Mapping[str, Any]) -> GroupDecay:
-    lr = group["lr"]
+    largest: float | Tensor = 0.0
+    if group.get("corrected_decay"):
+        given, so_far = group["largest_lr"] or 0.0, group[SO_FAR]
+        largest = so_far.clamp(min=given) if isinstance(so_far, Tensor) else max(given, so_far)
     weight_decay = group["weight_decay"] if group.get("adamw_weight_decay") is None else 0.0
-    return GroupDecay(None if isinstance(lr, Tensor) else lr, weight_decay, group["eps"], group["max_decay"])
+    return GroupDecay(group["lr"], largest, weight_decay, group["eps"], group["max_decay"])

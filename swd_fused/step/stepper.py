@@ -178,7 +178,7 @@ class Stepper:
             values = self._values = GroupValues(groups, self.options.decay)
         if values.is_calibrating and self.end_calibration(groups):
             values = self._values = GroupValues(groups, self.options.decay)
-        values.check_tensor_lrs()
+        values.check_tensor_lrs(groups)
         if self.decay_warning.is_due:
             self.decay_warning.warn()
         return values
@@ -222,6 +222,8 @@ class Stepper:
     ) -> None:
         """Keeps what users log, and what the next step wants to know."""
         self.last = scalars
+        if values.follows_lrs:
+            values.count_lrs(groups)
         may_skip = gate.found_inf is not None or gate.skip_nonfinite
         if may_skip and not self._in_parts.is_same_step:
             skip = scalars[2]

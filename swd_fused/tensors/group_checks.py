@@ -56,6 +56,7 @@ def check_group(group: Mapping[str, Any], decay: Decay) -> None:
     if group["adamw_weight_decay"] is not None:
         check_is_scheduled(group["adamw_weight_decay"], decay)
     check_values(GroupOptions, group)
+    _check_decay(group, decay)
 
 
 def _check_names(group: Mapping[str, Any]) -> None:
@@ -79,12 +80,32 @@ def _advice_on(name: str) -> str:
     return did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
 
 
+def _check_decay(group: Mapping[str, Any], decay: Decay) -> None:
+    """Refuses what means nothing with this kind of decay."""
+    if decay == "l2" and (group["corrected_decay"] or group["cautious_decay"]):
+        name = "corrected_decay" if group["corrected_decay"] else "cautious_decay"
+        raise ValueError(
+            f"FusedAdamS got {name}=True with decay='l2', which acts on the gradient and takes no share of the weight "
+            "that could be corrected or left out. Use decay='decoupled' or 'scheduled'."
+        )
+    if decay == "independent" and group["corrected_decay"]:
+        raise ValueError(
+            "FusedAdamS got corrected_decay=True with decay='independent', which is related to the largest learning "
+            "rate already. Leave it out; or use decay='decoupled', which corrected_decay makes AdamC's."
+        )
+    if decay == "independent" and group["weight_decay"] >= 1:
+        raise ValueError(
+            f"FusedAdamS got weight_decay={group['weight_decay']!r} with decay='independent', wanted a number in "
+            "[0, 1): the share of a weight that a step removes. AdamW's value times its lr is a good choice."
+        )
+
+
 def check_is_scheduled(adamw_weight_decay: object, decay: Decay) -> None:
     """Refuses AdamW's decay where there is no schedule that could start from it."""
     if decay != "scheduled":
         raise ValueError(
-            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r} with decay={decay!r}, which is AdamW's or "
-            "Adam's own. Use weight_decay."
+            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r} with decay={decay!r}, which has no schedule "
+            "that could start from it. Use weight_decay."
         )
 
 

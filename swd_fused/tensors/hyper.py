@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from swd_fused.options import GROUP_OPTIONS, Decay
-from swd_fused.tensors import graphs
+from swd_fused.tensors import graphs, largest_lr
 from swd_fused.tensors.group_checks import check_group, check_tensor_lr
+from swd_fused.tensors.largest_lr import SO_FAR, TensorLr
 from swd_fused.tensors.transfer import from_host, is_fake
 
 Group = Mapping[str, Any]
@@ -39,15 +40,20 @@ class HyperRow(NamedTuple):
     """Holds the hyper-parameters of a parameter group. Of the three kinds of decay two are zero."""
 
     lr: float  # -1 stands for a tensor, which is not read here
+    decay_lr: float  # what takes its place before the decay, see `largest_lr`; mostly lr itself
     beta1: float
     beta2: float
     eps: float
     weight_decay: float  # scheduled: the paper's
     max_decay: float
     sign: float  # -1 to maximize
-    decoupled_decay: float  # AdamW's
+    decoupled_decay: float  # AdamW's, or independent of the learning rate
     l2: float  # Adam's
     corrects_bias: float  # 1 or 0
+    cautious: float  # 1 or 0: whether only weights decay that the update brings nearer to zero
+
+
+BOTH_LRS = 2  # they come first
 
 
 def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
@@ -70,13 +76,22 @@ def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
         and 0 < max_decay <= 1
         and 0 <= betas[0] < 1
         and 0 <= betas[1] < 1
+        and group["corrected_decay"] is group["cautious_decay"] is False
+        and group["largest_lr"] is None
+        and type(group[SO_FAR]) is float
+        and 0 <= group[SO_FAR] < math.inf
         and group["calibration_steps"] == 0
         and group["decay"] == decay
     ):
         check_group(group, decay)
     beta1, beta2 = betas
+    lr = -1.0 if isinstance(lr, Tensor) else max(0.0, lr)
+    decay_lr = lr
+    if lr >= 0 and largest_lr.is_followed(group, decay):
+        decay_lr = largest_lr.decay_lr(lr, largest_lr.largest_lr(group, lr), decay)
     return HyperRow(
-        -1.0 if isinstance(lr, Tensor) else max(0.0, lr),
+        lr,
+        decay_lr,
         float(beta1),
         float(beta2),
         eps,
@@ -84,9 +99,10 @@ def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
         max_decay,
         -1.0 if maximize else 1.0,
         # Users switch calibrated decay off as they do the schedule's.
-        weight_decay if decay == "decoupled" else calibrated or 0.0 if weight_decay > 0 else 0.0,
+        weight_decay if decay in ("decoupled", "independent") else calibrated or 0.0 if weight_decay > 0 else 0.0,
         weight_decay if decay == "l2" else 0.0,
         float(bias_correction),
+        float(group.get("cautious_decay", False)),
     )
 
 
@@ -122,16 +138,19 @@ class Hyper:
             column = self._columns[name] = self.table[:, HyperRow._fields.index(name)]
         return column
 
-    def set_lr(self, index: int, lr: Tensor) -> None:
-        """Copies a group's learning rate on the device: schedulers change it in place."""
+    def set_lr(self, index: int, lr: Tensor, decay_lr: Tensor | None = None) -> None:
+        """Copies a group's learning rate on the device: schedulers change it in place. Mostly decays use the same."""
         if lr.is_cpu and graphs.is_capturing(self.table.device):
             raise ValueError(
                 f"step got lr={lr.item():g} as a CPU tensor in the capture of a CUDA graph, which could not follow its "
                 'changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads in each replay, or a number, '
                 "which stays as it is in the graph."
             )
+        both = lr.detach().reshape(()).clamp(min=0)
+        if decay_lr is not None:
+            both = torch.stack([both.to(decay_lr.dtype), decay_lr])
         is_waited_for = self.table.is_cpu  # else it would be read before it is there
-        self.column("lr")[index].copy_(lr.detach().reshape(()).clamp(min=0), non_blocking=not is_waited_for)
+        self.table[index, :BOTH_LRS].copy_(both, non_blocking=not is_waited_for)
 
 
 class GroupValues:
@@ -141,11 +160,15 @@ class GroupValues:
     added to groups needs no mention here. Only the numbers that schedulers change are taken up without that.
     """
 
-    def __init__(self, groups: Sequence[Group], decay: Decay) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], decay: Decay, of_step: bool = True) -> None:
+        """`of_step` is whether a step is to be taken with them, in which learning rates count as being used."""
         self.rows: list[HyperRow] = []
         self.kinds: list[tuple[object, ...]] = []  # what decides which state and ranks a group's parameters have
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self.is_calibrating = False
+        self._decay = decay
+        self.follows_lrs = False  # whether `count_lrs` has anything to do
+        self._followed: dict[int, TensorLr | None] = {}  # groups whose largest learning rate counts; None for a number
         self._tables: dict[torch.device, Hyper] = {}
         self._harmless_mean: float | None = None
         can_change = False  # without becoming another object
@@ -153,7 +176,13 @@ class GroupValues:
             row = hyper_row(group, decay, check=True)
             self.rows.append(row)
             self.kinds.append(
-                (len(group["params"]), group["amsgrad"], group["state_dtype"], group.get("process_group"))
+                (
+                    len(group["params"]),
+                    group["amsgrad"],
+                    group["state_dtype"],
+                    group["cautious_decay"],
+                    group.get("process_group"),
+                )
             )
             lr, betas = group["lr"], group["betas"]
             if isinstance(lr, Tensor):
@@ -162,10 +191,35 @@ class GroupValues:
                 can_change = True
             if group.get("adamw_weight_decay") is not None:
                 self.is_calibrating = True
+        for index, group in enumerate(groups):
+            if largest_lr.is_followed(group, decay):
+                self._follow_lr(index, group, of_step)
         self._sizes = list(map(len, map(PARAMS, groups)))
         self._seen = [] if can_change else list(map(dict, groups))
 
-    def hold(self, groups: Sequence[Group]) -> bool:
+    def _follow_lr(self, index: int, group: dict[str, Any], of_step: bool) -> None:
+        """Has the largest learning rate of a group followed, from what all steps so far have left in it."""
+        self.follows_lrs, followed = True, None
+        if isinstance(group["lr"], Tensor):
+            followed = TensorLr(group, self._decay, scalar_dtype(group["lr"].device))
+        self._followed[index] = followed
+        if of_step:
+            if followed is None:
+                largest_lr.begin_following(group, self.rows[index].lr)
+            else:
+                group[SO_FAR] = followed.so_far
+
+    def count_lrs(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Counts the learning rates of a step that was taken."""
+        for index, followed in self._followed.items():
+            if followed is not None:
+                followed.count()
+            elif self.rows[index].lr > groups[index][SO_FAR]:
+                groups[index][SO_FAR] = self.rows[index].lr
+                if self._seen:
+                    self._seen[index][SO_FAR] = groups[index][SO_FAR]
+
+    def hold(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Returns whether these are the groups' values, after taking up what schedulers have changed."""
         if len(groups) != len(self._seen):
             return False
@@ -178,7 +232,7 @@ class GroupValues:
                 return False
         return True
 
-    def _follow(self, index: int, group: Group) -> bool:
+    def _follow(self, index: int, group: dict[str, Any]) -> bool:
         """Takes up other numbers, and returns whether they are plain and allowed. All else was checked before."""
         lr, betas, seen = group["lr"], group["betas"], self._seen[index]
         if not (
@@ -194,8 +248,13 @@ class GroupValues:
         if lr > seen["lr"]:
             self._harmless_mean = None
         seen["lr"], seen["betas"] = lr, betas
-        self.rows[index] = row = HyperRow(lr, *betas, *self.rows[index][3:])
+        decay_lr = lr
+        if index in self._followed:
+            decay_lr = largest_lr.decay_lr(lr, largest_lr.largest_lr(group, lr), self._decay)
+        self.rows[index] = row = HyperRow(lr, decay_lr, *betas, *self.rows[index][4:])
         self._tables = {device: hyper for device, hyper in self._tables.items() if hyper.follows(index, row)}
+        if index in self._followed:
+            largest_lr.warn_of_larger(group, lr)
         return True
 
     @property
@@ -209,11 +268,14 @@ class GroupValues:
             self._harmless_mean = math.inf if self.tensor_lrs else rms * rms
         return self._harmless_mean
 
-    def check_tensor_lrs(self) -> None:
+    def check_tensor_lrs(self, groups: Sequence[dict[str, Any]]) -> None:
         """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""
         for _, lr in self.tensor_lrs:
             if lr.is_cpu and not is_fake(lr):
                 check_tensor_lr(lr)
+        for index, followed in self._followed.items():
+            if followed is not None:
+                followed.warn(groups[index])
 
     def on(self, device: torch.device) -> Hyper:
         """Returns the table on a device, with learning rates that are tensors as they are now."""
@@ -223,5 +285,6 @@ class GroupValues:
             if not hyper.is_captured:  # which is empty until the graph is replayed
                 self._tables[device] = hyper
         for index, lr in self.tensor_lrs:
-            hyper.set_lr(index, lr)
+            followed = self._followed.get(index)
+            hyper.set_lr(index, lr, None if followed is None else followed.decay_lr())
         return hyper

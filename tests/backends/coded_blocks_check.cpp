@@ -27,8 +27,10 @@ struct Run {
     for (float& x : maxima) x *= x;
   }
 
-  void step(UpdateBlocks& update, bool amsgrad, float l2, bool from_grad, int64_t first_block) {
-    const Scalars<float> scalars{1, l2, from_grad ? -0.1f : 0.1f, 0.99f, 0.01f, 1.5f, 1e-8f, 0.999f, 1e-3f, from_grad};
+  void step(UpdateBlocks& update, bool amsgrad, Decay decay, bool from_grad, int64_t first_block) {
+    const float l2 = decay == Decay::L2 ? 0.1f : 0, slope = from_grad ? -0.1f : 0.1f;
+    const bool cautious = decay == Decay::Cautious;
+    const Scalars<float> scalars{1, l2, slope, 0.99f, 0.01f, 1.5f, 1e-8f, 0.999f, 1e-3f, from_grad, cautious};
     const CodedBlocks blocks{exp_avg.data(), root.data(), scales.data(), root_scales.data()};
     const UpdateSums sums = update(param.data(), blocks, amsgrad ? maxima.data() : nullptr, grad.data(), BLOCKS,
                                    scalars, 12345, first_block);
@@ -44,11 +46,11 @@ int64_t differing(const std::vector<T>& a, const std::vector<T>& b, double toler
   return count;
 }
 
-void compare(const char* name, UpdateBlocks& update, bool amsgrad, float l2, bool from_grad) {
+void compare(const char* name, UpdateBlocks& update, bool amsgrad, Decay decay, bool from_grad) {
   Run plain, own;
   for (int t = 0; t < 4; ++t) {
-    plain.step(update_blocks_in_plain_loops, amsgrad, l2, from_grad, (int64_t{1} << 33) + t);
-    own.step(update, amsgrad, l2, from_grad, (int64_t{1} << 33) + t);
+    plain.step(update_blocks_in_plain_loops, amsgrad, decay, from_grad, (int64_t{1} << 33) + t);
+    own.step(update, amsgrad, decay, from_grad, (int64_t{1} << 33) + t);
   }
   std::printf("%s codes %lld far %lld params %lld sums %d\n", name,
               static_cast<long long>(differing(plain.exp_avg, own.exp_avg, 0) + differing(plain.root, own.root, 0)),
@@ -60,8 +62,8 @@ void compare(const char* name, UpdateBlocks& update, bool amsgrad, float l2, boo
 
 void compare(const char* name, UpdateBlocks& update) {
   for (const bool amsgrad : {false, true}) {
-    for (const float l2 : {0.0f, 0.1f}) {
-      for (const bool from_grad : {false, true}) compare(name, update, amsgrad, l2, from_grad);
+    for (const Decay decay : {Decay::Plain, Decay::L2, Decay::Cautious}) {
+      for (const bool from_grad : {false, true}) compare(name, update, amsgrad, decay, from_grad);
     }
   }
 }

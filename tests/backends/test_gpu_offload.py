@@ -25,8 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": {"max_grad_norm": 0.05},
     "skipping": {"skip_nonfinite": True},
     "amsgrad": {"amsgrad": True, "maximize": True},
-    "lagged amsgrad": {"amsgrad": True, "schedule": "lagged"},
-    "decoupled": {"decay": "decoupled"},
+    "lagged amsgrad": {"amsgrad": True, "schedule": "lagged", "corrected_decay": True, "cautious_decay": True},
+    "decoupled": {"decay": "decoupled", "corrected_decay": True},
     "decoupled 8 bits": {
         "decay": "decoupled",
         "dtype": torch.bfloat16,

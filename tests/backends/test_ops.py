@@ -25,8 +25,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def hyper(decay: float = 5e-4) -> torch.Tensor:
     """Two groups."""
     rows = [
-        HyperRow(1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0),
-        HyperRow(1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0),
+        HyperRow(1e-3, 1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0, 0.0),
+        HyperRow(1e-2, 1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0, 0.0),
     ]
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -140,7 +140,7 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
     for max_decay in (0.0, 1 / 3):
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
-        table[0, 5] = max_decay
+        table[0, HyperRow._fields.index("max_decay")] = max_decay
         lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [], [], [zeros.to(dtype)]]
         sums, steps = SUMS[:1].clone(), torch.zeros(1)
         ops.update_(sums, steps, described(lists), table, MEAN, None, None, 0)

@@ -37,6 +37,6 @@ def test_the_papers_lambda_does_not_warn_on_the_papers_models() -> None:
     most = max(float(row[f"at_most_in_{EARLY_STEPS}_steps"]) for row in rows)
     assert most < FAR_BEYOND_ADAMW / 5
     acts_like = sorted(float(row["acts_like"]) for row in rows)
-    page = " ".join((ROOT / "docs" / "choosing-weight-decay.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "weight-decay.md").read_text().split())
     assert f"{acts_like[0]:.2g} to {acts_like[-1]:.2g} after 5 steps" in page
     assert f"at most {most:.2g}" in page

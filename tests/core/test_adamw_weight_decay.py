@@ -263,9 +263,8 @@ def test_metrics(backend: str) -> None:
         optimizer,
     )
     metrics = optimizer.metrics()
-    assert metrics.keys() == {
-        *("grad_norm", "rms_grad", "skipped_steps", "effective_weight_decay/decay", "effective_weight_decay/1")
-    }
+    by_group = {f"{name}/{group}" for name in ("effective_weight_decay", "decay_timescale") for group in ("decay", "1")}
+    assert metrics.keys() == {"grad_norm", "rms_grad", "skipped_steps", *by_group}
     assert metrics["skipped_steps"] == 1
     assert all(type(value) is float for value in metrics.values())
     run(params, [[torch.full((3,), 3.0), torch.full((4,), 4.0)]], optimizer)
@@ -274,3 +273,4 @@ def test_metrics(backend: str) -> None:
     assert metrics["rms_grad"] == pytest.approx(math.sqrt((3 * 9 + 4 * 16) / 7), rel=1e-6)
     assert metrics["effective_weight_decay/decay"] == pytest.approx(5e-4 / metrics["rms_grad"], rel=1e-6)
     assert metrics["effective_weight_decay/1"] == 0
+    assert "decay_timescale/1" not in metrics

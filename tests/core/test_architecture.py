@@ -28,6 +28,7 @@ LAYERS = [
     ["tensors.twins"],
     ["distributed.sharding"],
     ["tensors.group_checks"],
+    ["tensors.largest_lr"],
     ["tensors.hyper"],
     ["schedule"],
     [

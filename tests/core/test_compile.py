@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has several o
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"schedule": "lagged"},
+    {"schedule": "lagged", "corrected_decay": True, "cautious_decay": True},
     {"amsgrad": True, "max_grad_norm": 0.1},
     {"state_dtype": "8bit"},
 ]

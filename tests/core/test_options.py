@@ -15,8 +15,10 @@ from tests.runs import random_grads, random_params, run
 
 OPTIONS = {**GROUP_DEFAULTS, "process_group": None, **Options._field_defaults}
 
-# Groups count the steps that are left. The constructor's None is for 100 where there are any to take, or for 0.
-OF_GROUPS_ONLY = {"calibration_steps": 0}
+# Groups count the steps that are left; the constructor's None is for 100 where there are any to take, or for 0. And
+# they keep what steps have seen.
+OF_GROUPS_ONLY = {"calibration_steps": 0, "largest_lr_so_far": 0.0}
+ARGUMENTS = inspect.signature(FusedAdamS).parameters.keys() & OPTIONS.keys()
 
 
 def test_the_constructor_has_the_options_of_the_tables() -> None:
@@ -43,7 +45,7 @@ def test_defaults_are_what_is_wanted(table: Any) -> None:
         assert all(check.accepts(default) for check in CHECKS[table][name])
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *sorted(Compatibility.__optional_keys__)])
+@pytest.mark.parametrize("name", sorted(ARGUMENTS | Compatibility.__optional_keys__))
 def test_nonsense_is_refused_by_the_constructor(name: str) -> None:
     with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
         FusedAdamS(random_params([(3,)]), **{name: object()})  # type: ignore[arg-type]

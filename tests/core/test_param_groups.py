@@ -166,6 +166,55 @@ def test_further_parameters_without_decay() -> None:
         param_groups(model, no_decay=["experts.*", "router.*"])
 
 
+class Transformer(nn.Module):
+    """Its head comes before its last norm, so that only `get_output_embeddings` tells what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_groups_of_adamc() -> None:
+    """Embeddings and the output layer, which no norm follows, are apart; embeddings also where they decay."""
+    model = Transformer()
+    layers, rest = (
+        ["layers.0.weight", "layers.1.weight"],
+        ["layers.0.bias", "layers.1.bias", "norm.weight", "norm.bias"],
+    )
+    groups = param_groups(model, 0.1, corrected_decay=True)
+    assert names(groups) == {"corrected_decay": layers, "decay": ["head.weight"], "no_decay": ["embed.weight", *rest]}
+    assert [(group["weight_decay"], group.get("corrected_decay", False)) for group in groups] == [
+        (0.1, True),
+        (0.1, False),
+        (0.0, False),
+    ]
+    optimizer = FusedAdamS(groups, lr=1e-2, decay="decoupled")
+    assert [group["corrected_decay"] for group in optimizer.param_groups] == [True, False, False]
+    found = names(param_groups(model, decay_embeddings=True, corrected_decay=True, not_corrected="layers.1.*"))
+    assert found["corrected_decay"] == layers[:1]
+    assert sorted(found["decay"]) == ["embed.weight", "head.weight", "layers.1.weight"]
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    assert names(param_groups(convolutions, corrected_decay=True))["decay"] == ["3.weight"], "the last matrix"
+    convolutions.get_classifier = lambda: (convolutions[0], nn.Identity())  # type: ignore[assignment]
+    assert names(param_groups(convolutions, corrected_decay=True))["decay"] == ["0.weight"]
+    model.head.weight = model.embed.weight
+    assert names(param_groups(model, corrected_decay=True)) == {
+        "corrected_decay": layers,
+        "no_decay": ["embed.weight", *rest],
+    }
+    assert names(param_groups(model, decay_embeddings=True, corrected_decay=True))["decay"] == ["embed.weight"]
+    with pytest.raises(ValueError, match=r"not_corrected=\['router'\], which no parameter of Transformer is called"):
+        param_groups(model, corrected_decay=True, not_corrected=["router"])
+    with pytest.raises(ValueError, match=r"not_corrected=.*without corrected_decay=True"):
+        param_groups(model, not_corrected=["layers.*"])
+
+
 def flattened(module: nn.Module) -> nn.Module:
     module.weight._fsdp_flattened = True
     return module

@@ -137,6 +137,10 @@ OTHER: dict[str, Any] = {
     "bias_correction": False,
     "state_dtype": torch.bfloat16,
     "process_group": None,
+    "corrected_decay": True,
+    "cautious_decay": True,
+    "largest_lr": 0.5,
+    "largest_lr_so_far": 0.5,
     "decay": "l2",
 }
 

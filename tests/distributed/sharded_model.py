@@ -17,6 +17,8 @@ from tests.runs import to_numpy
 STEPS = 12
 LR = 1e-2
 MAX_GRAD_NORM = 0.4
+# With amsgrad, since either concerns other lines of the update.
+VARIANTS = {"amsgrad": True, "corrected_decay": True, "cautious_decay": True}
 GROUPS = ({"weight_decay": 5e-3}, {"weight_decay": 0.0, "eps": 1e-7})
 
 
@@ -121,14 +123,14 @@ def train(
 def defined(
     max_grad_norm: float | None = MAX_GRAD_NORM,
     definition: Callable[..., AdamS] = AdamS,
-    amsgrad: bool = False,
     steps: range = range(STEPS),
+    **of_groups: bool,
 ) -> Record:
     """The definition in long double, with gradients from one process in float64."""
     model, record = new_model(), Record()
     params = list(model.parameters())
     indices = [[i for i, p in enumerate(params) if (p.dim() > 1) == decaying] for decaying in (True, False)]
-    groups = [Group(params=i, lr=LR, amsgrad=amsgrad, **options) for i, options in zip(indices, GROUPS, strict=True)]
+    groups = [Group(params=i, lr=LR, **of_groups, **options) for i, options in zip(indices, GROUPS, strict=True)]
     adams = definition([to_numpy(param) for param in params], groups, max_grad_norm)
     for count, t in enumerate(steps, steps.start):
         with torch.no_grad():

@@ -23,7 +23,17 @@ from swd_fused.distributed.collective import Collective
 from tests.definition import MeanOfStepBefore
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
-from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, defined, distance, new_model, param_groups, train
+from tests.distributed.sharded_model import (
+    LR,
+    MAX_GRAD_NORM,
+    VARIANTS,
+    Record,
+    defined,
+    distance,
+    new_model,
+    param_groups,
+    train,
+)
 
 TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
@@ -127,7 +137,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": CLIP,
     "torch backend": {**CLIP, "backend": "torch"},
     "not clipping": {},
-    "amsgrad": {**CLIP, "amsgrad": True},
+    "amsgrad": {**CLIP, **VARIANTS},
     "lagged": {"schedule": "lagged"},
 }
 LAYOUTS = {2: [fsdp, offloaded, tensor_parallel, ddp], 4: [fsdp, tensor_parallel, hsdp, tp_fsdp]}
@@ -157,7 +167,7 @@ def results(size: int) -> list[dict[str, Any]]:
 def expected(options: str) -> Record:
     given = OPTIONS[options]
     definition = {"definition": MeanOfStepBefore} if "schedule" in given else {}
-    return defined(given.get("max_grad_norm"), amsgrad=given.get("amsgrad", False), **definition)
+    return defined(given.get("max_grad_norm"), **definition, **(VARIANTS if "amsgrad" in given else {}))
 
 
 RUNS = [(size, layout.__name__, options) for size in LAYOUTS for layout in LAYOUTS[size] for options in OPTIONS]

@@ -30,6 +30,7 @@ from tests.distributed.sharded_model import (
     LR,
     MAX_GRAD_NORM,
     STEPS,
+    VARIANTS,
     Record,
     defined,
     distance,
@@ -44,7 +45,7 @@ from tests.distributed.sharded_model import (
 HALF = {"exact": 5, "amsgrad": 5, "lagged": 6}
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"max_grad_norm": MAX_GRAD_NORM},
-    "amsgrad": {"max_grad_norm": MAX_GRAD_NORM, "amsgrad": True},
+    "amsgrad": {"max_grad_norm": MAX_GRAD_NORM, **VARIANTS},
     "lagged": {"schedule": "lagged"},
 }
 FORMS = {
@@ -166,7 +167,7 @@ def resumed(request: pytest.FixtureRequest, saved: tuple[Path, list[dict[str, An
 def uninterrupted(name: str) -> Record:
     if name == "lagged":
         return defined(None, MeanOfStepBefore)
-    return defined(amsgrad=name == "amsgrad")
+    return defined(**(VARIANTS if name == "amsgrad" else {}))
 
 
 @pytest.mark.parametrize("form", FORMS)

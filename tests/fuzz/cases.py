@@ -96,9 +96,11 @@ def draw(seed: int, number: int, triton: bool = False) -> Case:
     options = _options(rng, tensors)
     if has_codes:
         _set_codes(rng, tensors, groups, options, SMALL_CODED_SHAPES if least_coded < LEAST_CODED else CODED_SHAPES)
-    if options["decay"] != "scheduled":  # there it is AdamW's and Adam's, of the order of 0.1
+    if options["decay"] != "scheduled":  # there it is AdamW's and Adam's, of the order of 0.1, or a share
         for group in groups:
             group["weight_decay"] = rng.choice([0.0, 0.01, 0.1])
+            group["corrected_decay"] &= options["decay"] == "decoupled"
+            group["cautious_decay"] &= options["decay"] != "l2"
     _set_grad_sizes(rng, tensors, groups, options)
     share = rng.choice([1.0, 1.0, 0.7, 0.4])
     nonfinite = 0.2 if options.get("skip_nonfinite") else 0.1 if has_codes else 0.03
@@ -126,12 +128,15 @@ def _group(rng: random.Random) -> dict[str, Any]:
         "amsgrad": rng.random() < 0.3,
         "maximize": rng.random() < 0.15,
         "max_decay": rng.choice([0.1, 0.1, 0.01, 1.0]),
+        "cautious_decay": rng.random() < 0.25,
+        "corrected_decay": rng.random() < 0.25,
+        "largest_lr": rng.choice([None, None, 0.02]),
     }
 
 
 def _options(rng: random.Random, tensors: list[TensorSpec]) -> dict[str, Any]:
     dtypes = {tensor.dtype for tensor in tensors}
-    options: dict[str, Any] = {"decay": rng.choice(["scheduled"] * 6 + ["decoupled", "l2"])}
+    options: dict[str, Any] = {"decay": rng.choice(["scheduled"] * 6 + ["decoupled", "independent", "l2"])}
     if options["decay"] == "scheduled" and rng.random() < 0.45:
         options["schedule"] = "lagged"
     else:

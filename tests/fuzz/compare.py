@@ -170,6 +170,9 @@ def check_stepped(
     ratio_bound = ratio_bound + ratio * (root_bound / np.sqrt(bias_correction2) / denom + u + cancelled)
     bound = group.lr * ratio_bound + group.max_decay * 2 * tolerance * abs(start.param)
     bound = bound + u * (abs(start.param) + group.lr * ratio)
+    if group.cautious_decay:  # an update that is zero but for rounding may have either sign
+        undecided = abs(judge.exp_avg[i]) <= exp_avg_bound + quantum(computed)
+        bound = bound + undecided * judge.shrink(group, judge.exp_avg_sq_mean) * abs(start.param)
     master = master_of(param, state)
     if "master_param" not in state and "master_remainder" not in state:
         check_close(name, param, judge.params[i], bound)

@@ -11,7 +11,7 @@ from tests.definition import AdamS, Array, Group, wide
 
 @dataclass
 class OneStep(AdamS):
-    """Adds to the paper's AdamS the other two kinds of decay, the lagged schedule and steps without bias correction.
+    """Adds Adam's L2 regularization, the lagged schedule and steps without bias correction.
 
     Meant for a single step: `params`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` and `steps` are set before it to what
     the optimizer under test holds. So no rounding of the steps before counts, and whatever follows from anything else
@@ -21,7 +21,6 @@ class OneStep(AdamS):
     beginning of this step, whether or not they have a gradient now. As long as no element has taken one, exact.
     """
 
-    decay: str = "scheduled"
     lagged: bool = False
     corrects_bias: bool = True
     applied: list[Array | None] = field(init=False)  # gradients after clipping and L2
@@ -29,7 +28,7 @@ class OneStep(AdamS):
 
     def step(self, grads: list[Array | None]) -> None:
         self.last_mean = self._last_mean() if self.lagged else None
-        groups, starts = self.groups, list(self.params)
+        groups = self.groups
         clip, norm = self._clip(grads), self._norm(grads)
         self.applied, self.applied_size = [None] * len(grads), [None] * len(grads)
         for group in groups:
@@ -38,16 +37,11 @@ class OneStep(AdamS):
                 if grads[i] is not None:
                     terms = [clip * grads[i], l2 * self.params[i]] if self.decay == "l2" else [clip * grads[i]]
                     self.applied[i], self.applied_size[i] = sum(terms), sum(map(abs, terms))
-        if self.decay != "scheduled":
+        if self.decay == "l2":
             self.groups = [replace(group, weight_decay=0.0) for group in groups]
         max_grad_norm, self.max_grad_norm = self.max_grad_norm, None
         super().step(self.applied)
         self.groups, self.max_grad_norm, self.grad_norm = groups, max_grad_norm, norm
-        if self.decay == "decoupled":
-            for group in groups:
-                for i in group.params:
-                    if grads[i] is not None:
-                        self.params[i] = self.params[i] - wide(group.lr) * group.weight_decay * starts[i]
 
     def _norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))

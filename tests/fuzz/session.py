@@ -135,6 +135,8 @@ class Session:
             lagged=options.get("schedule") == "lagged",
             corrects_bias=options["bias_correction"],
         )
+        for group, own in zip(self.groups, self.trained.optimizer.param_groups, strict=True):
+            group.largest_lr, group.largest_lr_so_far = own["largest_lr"], float(own["largest_lr_so_far"])
         for i, state in enumerate(states):
             if state:
                 judge.steps[i] = int(state["step"])
@@ -163,7 +165,10 @@ class Session:
             check_number("grad_norm", optimizer.grad_norm, judge.grad_norm, tolerance)
             if self.case.options["decay"] == "scheduled":
                 check_number("exp_avg_sq_mean", optimizer.exp_avg_sq_mean, judge.exp_avg_sq_mean, mean_tolerance)
-        for group in self.groups:
+        for group, own in zip(self.groups, optimizer.param_groups, strict=True):
+            is_followed = group.corrected_decay or self.case.options["decay"] == "independent"
+            if is_followed and float(own["largest_lr_so_far"]) != group.largest_lr_so_far:
+                raise DifferenceError(f"the largest lr is {own['largest_lr_so_far']}, wanted {group.largest_lr_so_far}")
             for i in group.params:
                 state = optimizer.state.get(params[i], {})
                 if grads[i] is None:
@@ -253,7 +258,7 @@ class Session:
                 options.pop("seed", None)  # it would be refused
         groups = [
             {
-                **{key: value for key, value in vars(group).items() if key != "params"},
+                **{key: value for key, value in vars(group).items() if key not in ("params", "largest_lr_so_far")},
                 "params": [params[i] for i in group.params],
                 "lr": torch.tensor(group.lr) if drawn["tensor_lr"] else group.lr,
                 **{key: drawn[key] for key in own if key in drawn},

@@ -67,6 +67,7 @@ CONFIGURATIONS = {
         Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)
     ),
     "fp32 with l2": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(adds_l2=True)),
+    "fp32 cautious": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(cautious=True)),
     "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
 }
 

@@ -44,6 +44,7 @@ WIDE = {
     "bf16 rounded by chance": (8 + 2 * 2, 2 * 2),
     "bf16 with bf16 exp_avg": (8 + 2 * 1, 2 * 1),
     "fp32 with l2": (8 + 2 * 4, 2 * 3),
+    "fp32 cautious": (8 + 2 * 4, 2 * 3),
     "fp32 amsgrad": (8 + 2 * (3 + 5), 2 * 4),
     "fp32 in 8 bits": (8 + 2 * 2 + 4, 2 * 1 + 3),
     "bf16 in 8 bits": (8 + 2 * 0 + 2, 2 * 0 + 2),

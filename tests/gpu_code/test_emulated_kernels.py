@@ -12,7 +12,7 @@ from torch import Tensor
 from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.tensors.element_numbers import ElementNumbers
-from tests.definition import WRONG, AdamS, MeanOfStepBefore
+from tests.definition import WRONG, AdamS, AgreesElsewhere, AgreesWithAll, AgreesWithGradient, MeanOfStepBefore
 from tests.masters_definition import nearest
 from tests.runs import defined, error, fused, moments, random_grads, random_params
 
@@ -33,6 +33,14 @@ def two_groups(count: int) -> list[dict[str, Any]]:
     first = {"lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8}
     second = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6, "maximize": True}
     return [{"params": [*range(i, count, 2)], **group} for i, group in enumerate((first, second))]
+
+
+def groups_for(configuration: str, count: int) -> list[dict[str, Any]]:
+    """Where kernels know of cautious groups, the first one is cautious, and the other one decays as well."""
+    groups = two_groups(count)
+    if CONFIGURATIONS[configuration].variant.cautious:
+        groups[0]["cautious_decay"], groups[1]["weight_decay"] = True, 1e-3
+    return groups
 
 
 def start(
@@ -91,7 +99,7 @@ def test_steps_are_as_near_to_the_definition_as_plain_pytorch(
     kernel: str, configuration: str, options: dict[str, Any]
 ) -> None:
     params, grads = start(configuration)
-    groups = two_groups(len(params))
+    groups = groups_for(configuration, len(params))
     model = EmulatedStep(configuration, params, groups, **options)
     take_steps(model, grads, kernel)
     lagged, clip, amsgrad = kernel == LAGGED, options.get("max_grad_norm"), "amsgrad" in configuration
@@ -128,6 +136,16 @@ def plain_run(
         optimizer.step()
     state = {key: moments(optimizer, copies, key) for key in optimizer.state[copies[0]]}
     return {**state, "weight": [optimizer.master_param(param) for param in copies]}
+
+
+@pytest.mark.parametrize("definition", [AgreesWithAll, AgreesElsewhere, AgreesWithGradient])
+def test_wrong_cautious_decay_is_told_apart(definition: type[AdamS]) -> None:
+    params, grads = start("fp32 cautious")
+    groups = groups_for("fp32 cautious", len(params))
+    model = EmulatedStep("fp32 cautious", params, groups)
+    take_steps(model, grads)
+    right, wrong = (defined(params, grads, groups, kind).params for kind in (AdamS, definition))
+    assert error(model.weights, wrong) > 10 * error(model.weights, right)
 
 
 @pytest.mark.parametrize("definition", WRONG)
@@ -295,6 +313,7 @@ def test_a_race_is_found_without(what: str) -> None:
 BYTES = [
     (EXACT, "fp32", 4 + 16 + 12),
     (LAGGED, "fp32", 16 + 12),
+    (EXACT, "fp32 cautious", 4 + 16 + 12),
     (EXACT, "bf16", 2 + 12 + 10),
     (LAGGED, "bf16", 12 + 10),
     (EXACT, "bf16 with masters", 2 + 14 + 12),
@@ -308,7 +327,7 @@ BYTES = [
 def test_a_step_moves_as_few_bytes_as_there_are(kernel: str, configuration: str, each: int) -> None:
     shapes = [(500_000,), (300_000,), (200_000,)]
     params, grads = start(configuration, shapes)
-    model = EmulatedStep(configuration, params, two_groups(len(params)), programs=8)
+    model = EmulatedStep(configuration, params, groups_for(configuration, len(params)), programs=8)
     model.set_grads(grads[0])
     statistics = model.launch(kernel)
     assert each <= statistics.bytes / 1e6 < 1.01 * each

@@ -119,6 +119,7 @@ METRICS = {
     "adams/rms_grad",
     "adams/effective_weight_decay/decay",
     "adams/effective_weight_decay/no_decay",
+    "adams/decay_timescale/decay",
     "adams/skipped_steps",
 }
 

@@ -36,11 +36,13 @@ class Variant(NamedTuple):
     stochastic: bool
     adds_l2: bool = False
     coded: bool = False  # whether any tensor's moments are kept in 8 bits
+    cautious: bool = False  # whether any group decays cautiously
 
 
 def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
     stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
-    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, bucket.options.decay == "l2", coded)
+    adds_l2, cautious = bucket.options.decay == "l2", any(row.cautious for row in bucket.hyper.rows)
+    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, adds_l2, coded, cautious)
 
 
 @cache

@@ -111,7 +111,7 @@ def update_tile(
     if CONFIG.amsgrad:
         largest = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
     squares = tl.sum(g * g, axis=0) if SUM_GRADS else 0
-    p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
+    p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
     if CONFIG.weight == tl.int16:
         p, remainder = split_master(p)
         eight_bit.store_tile(operands.weight, remainder, tile, VECTOR)

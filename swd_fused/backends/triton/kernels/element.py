@@ -10,12 +10,15 @@ import triton.language as tl
 # What an update takes besides its operands, the same for all elements of a segment.
 Scalars = namedtuple(
     "Scalars",
-    "grad_scale l2 inv_sqrt_bias_correction2 eps decay_factor step_size from_grad exp_avg_slope beta2 one_minus_beta2",
+    "grad_scale l2 inv_sqrt_bias_correction2 eps decay_factor step_size from_grad exp_avg_slope beta2 one_minus_beta2 "
+    "opposed_decay_factor",  # where the update moves the weight away from zero
 )
 
 
 @triton.jit
-def update_element(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, scalars, AMSGRAD: tl.constexpr):
+def update_element(
+    param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, scalars, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr
+):  # fmt: skip
     grad = scalars.grad_scale * grad + tl.where(scalars.l2 != 0, scalars.l2 * param, 0.0)
     # As torch's lerp: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small one.
     exp_avg = tl.where(scalars.from_grad, grad, exp_avg) + scalars.exp_avg_slope * (grad - exp_avg)
@@ -26,7 +29,12 @@ def update_element(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, scalars, AM
         averaged = max_exp_avg_sq
     root = square_root(averaged)
     denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
-    param = scalars.decay_factor * param - quotient(scalars.step_size * exp_avg, denom)
+    decay_factor = scalars.decay_factor
+    if CAUTIOUS:
+        # The update has the sign of exp_avg. Both signs are asked for: the product of two small numbers would be zero.
+        towards_zero = tl.where(param < 0, -exp_avg, exp_avg)
+        decay_factor = tl.where(towards_zero >= 0, decay_factor, scalars.opposed_decay_factor)
+    param = decay_factor * param - quotient(scalars.step_size * exp_avg, denom)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq, averaged, root
 
 

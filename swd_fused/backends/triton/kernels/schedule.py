@@ -38,7 +38,7 @@ def mean_of_sums(carried, fresh, grad_factor, numel):
 @triton.jit
 def decay_factor(exp_avg_sq_mean, row):
     """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
-    lr, weight_decay, eps = tl.load(row + HYPER.lr), tl.load(row + HYPER.weight_decay), tl.load(row + HYPER.eps)
+    lr, weight_decay, eps = tl.load(row + HYPER.decay_lr), tl.load(row + HYPER.weight_decay), tl.load(row + HYPER.eps)
     shrink = lr * weight_decay / (tl.sqrt(exp_avg_sq_mean) + eps)
     scheduled = tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + HYPER.max_decay)), 0.0)
     return 1 - scheduled - lr * tl.load(row + HYPER.decoupled_decay)

@@ -134,18 +134,21 @@ def segment_scalars(
     bias_correction2 = bias_correction(beta2, step, step, corrects_bias)
     if SUM_GRADS:
         tl.store(sums_row + SUM.weight, 1 / bias_correction2)
+    factor = decay_factor(exp_avg_sq_mean, row)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
         # Compilers leave out what is multiplied by a constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
         (1 / tl.sqrt(bias_correction2)).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
-        decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
+        factor.to(CONFIG.compute),
         (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
         beta1 <= 0.5,  # see csrc/element.h
         tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
+        # Without any cautious group nobody asks for it.
+        tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, factor).to(CONFIG.compute) if CONFIG.cautious else 0,
     )
 
 
@@ -200,7 +203,7 @@ def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constex
     largest = v
     if CONFIG.amsgrad:
         largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
-    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad)
+    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
     if CONFIG.weight == tl.int16:
         p, remainder = split_master(p)
         store_block(operands.weight, remainder, offsets, count, VECTOR)

@@ -1,0 +1,95 @@
+"""Corrected and cautious decay on a GPU: the largest value of a learning rate that is on the device, in eager steps and
+in replays of CUDA graphs, against the torch backend on the CPU. Needs a GPU, or the virtual one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_fused import FusedAdamS
+from tests.backends.test_gpu import no_waiting
+from tests.backends.test_gpu_graphs import SHAPES, Mixed
+from tests.device import DEVICE, needs_gpu
+from tests.runs import random_grads, random_params, run
+
+pytestmark = [needs_gpu, pytest.mark.backends(without=("torch", "cpu"), split=True)]
+
+KINDS: list[Any] = [
+    pytest.param({"corrected_decay": True, "cautious_decay": True, "weight_decay": 0.1}, id="scheduled"),
+    pytest.param({"decay": "decoupled", "corrected_decay": True, "largest_lr": 0.02}, id="AdamC, peak given"),
+    pytest.param({"decay": "independent", "cautious_decay": True}, id="independent"),
+]
+LRS = [0.01, 0.03, 0.02, 0.005, 0.04, 0.01]
+
+
+def so_far(optimizer: FusedAdamS) -> float | Tensor:
+    return optimizer.param_groups[0]["largest_lr_so_far"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:FusedAdamS got lr=")  # above the given peak
+@pytest.mark.parametrize("options", KINDS)
+def test_replays_and_eager_steps_follow_one_learning_rate(backend: str, options: dict[str, Any]) -> None:
+    lr = torch.tensor(0.02)
+    mixed = Mixed(backend, {k: v for k, v in options.items() if k != "weight_decay"}, lr)
+    replay = mixed.capture()
+    for t, value in enumerate(LRS):
+        lr.fill_(value)
+        mixed.step() if t % 3 == 1 else replay()
+        mixed.check()
+        assert float(so_far(mixed.optimizer)) == float(so_far(mixed.twin))
+    assert float(so_far(mixed.optimizer)) == float(torch.tensor(0.04))
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any]) -> None:
+    """And what a GPU has found to be larger than what was given is told when somebody waits for it anyway."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 5)
+    optimizer = FusedAdamS(params, lr=torch.tensor(0.01), backend=backend, **options)
+    run(params, grads[:2], optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.03)
+    for step_grads in grads[2:]:
+        for param, grad in zip(params, step_grads, strict=True):
+            param.grad = grad
+        with no_waiting():
+            optimizer.step()
+    if "largest_lr" in options:
+        with pytest.warns(UserWarning, match=r"lr=0\.03 after largest_lr=0\.02"):
+            optimizer.metrics()
+    assert float(so_far(optimizer)) == float(torch.tensor(0.03))
+    optimizer.metrics()
+
+
+@pytest.mark.parametrize("where", ["cpu", DEVICE])
+def test_a_run_is_resumed_to_the_bit(backend: str, where: str) -> None:
+    """Also from a checkpoint that was loaded to the host."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    options: dict[str, Any] = {"backend": backend, "decay": "decoupled", "weight_decay": 0.3, "corrected_decay": True}
+    optimizer = FusedAdamS(params, lr=torch.tensor(0.03), **options)
+    run(params, grads[:2], optimizer)
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    other = FusedAdamS(others, lr=torch.tensor(0.5), **options)
+    state_dict = optimizer.state_dict()
+    group = state_dict["param_groups"][0]
+    group["largest_lr_so_far"] = group["largest_lr_so_far"].to(where)
+    other.load_state_dict(state_dict)
+    other.param_groups[0]["lr"] = other.param_groups[0]["lr"].to(DEVICE)
+    for own, tensors in ((optimizer, params), (other, others)):
+        own.param_groups[0]["lr"].fill_(0.01)
+        run(tensors, grads[2:], own)
+    assert all(map(torch.equal, params, others))
+    assert so_far(other).device == other.param_groups[0]["lr"].device  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_cannot_begin_to_follow(backend: str) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params, lr=0.01, backend=backend, corrected_decay=True)
+    run(params, random_grads(SHAPES, 1), optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="would set it back in each replay"), torch.cuda.graph(graph):
+        optimizer.step()
+    assert so_far(optimizer) == 0.01
