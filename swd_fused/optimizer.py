@@ -155,7 +155,6 @@ class FusedAdamS(Optimizer):
         return self._stepper.options
 
     def numbered_params(self) -> list[Tensor]:
-        """Returns all parameters, in the order of their groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     # --- The step
@@ -250,10 +249,8 @@ class FusedAdamS(Optimizer):
 
         Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
         step, which is exact, keeps gradients until then, and may round its mean differently in the last bits.
-        `remove()` of what is returned ends gradient release.
-
-        Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
-        gradients too late. Not with clipping or GradScaler, which need all gradients first.
+        Hyper-parameters are read in the backward pass. `remove()` of what is returned ends gradient release. Use FSDP2
+        or a single process: DistributedDataParallel reduces gradients too late. Not with clipping or GradScaler.
         """
         if isinstance(self._taker, Offload):
             refuse_release()
@@ -263,10 +260,7 @@ class FusedAdamS(Optimizer):
         return self._taker
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
-
-        Without `release_gradients()` and `offload=True` they do so anyway.
-        """
+        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last."""
         return nullcontext() if self._taker is None else self._taker.accumulating()
 
     def sum_over(self, sharded_over: ShardedOver) -> None:

@@ -96,8 +96,10 @@ def adopt_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -
 def refuse_lone_remainders(saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Raises if a remainder belongs to a parameter that is not, and was not, bfloat16."""
     for param, state in saved.items():
-        local = local_tensor(param)
-        if REMAINDER in state and not torch.equal(local.to(torch.bfloat16).to(local.dtype), local):
+        if REMAINDER not in state or param.dtype == torch.bfloat16:
+            continue
+        local = local_tensor(param).detach()
+        if not torch.equal(local.to(torch.bfloat16).to(local.dtype), local):
             raise ValueError(
                 f"The state dict has {REMAINDER} for a parameter of shape {tuple(param.shape)}, {param.dtype}, wanted "
                 "one of torch.bfloat16, or one that has such values: the remainder is what its master has beyond "
