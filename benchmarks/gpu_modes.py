@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -26,8 +26,10 @@ FEW_CODES = 1e-3
 
 BF16 = torch.bfloat16
 
+Step = Callable[[], object]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Mode:
     """`bytes_per_element` are those that docs/gpu.md has, counted in the emulator."""
 
@@ -37,6 +39,13 @@ class Mode:
     bytes_per_element: float = 32.0
     overflows: bool = False  # in the second step
     captured: bool = False  # replayed from a CUDA graph, from the third step on
+    offloaded: bool = False
+    other_dtype: torch.dtype | None = None  # of every second parameter
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the memory's rate is what limits a step, and no other mode's step is the same."""
+        return not (self.overflows or self.captured or self.offloaded or self.other_dtype)
 
 
 MODES = (
@@ -52,6 +61,9 @@ MODES = (
     Mode("skip_nonfinite", {"skip_nonfinite": True}, overflows=True),
     Mode("graph capture", captured=True),
     Mode("graph capture, lagged", {"schedule": "lagged"}, bytes_per_element=28.0, captured=True),
+    Mode("two dtypes", {"max_grad_norm": 0.5}, other_dtype=BF16),
+    Mode("offload", {"offload": True}, offloaded=True),
+    Mode("offload, lagged", {"offload": True, "schedule": "lagged"}, offloaded=True),
 )
 
 
@@ -61,10 +73,14 @@ class Training:
     def __init__(self, mode: Mode, device: str, backend: str) -> None:
         self._mode, self._device = mode, device
         random = torch.Generator("cpu").manual_seed(1)
-        values = [torch.randn(shape, generator=random, device="cpu").to(mode.dtype) for shape in SHAPES]
+        dtypes = mode.dtype, mode.other_dtype or mode.dtype
+        values = [
+            torch.randn(shape, generator=random, device="cpu").to(dtypes[i % 2]) for i, shape in enumerate(SHAPES)
+        ]
         self._params = [torch.nn.Parameter(value.to(device)) for value in values]
+        backend = "auto" if mode.offloaded and device == "cuda" else backend  # it is the CPU that steps
         self.optimizer = FusedAdamS(self._params, lr=LR, backend=backend, **mode.options)
-        self._step: Callable[[], object] = self.optimizer.step
+        self._step: Step = self.optimizer.step
 
     def take(self, t: int) -> None:
         random = torch.Generator("cpu").manual_seed(100 + t)
@@ -100,7 +116,7 @@ def difference(mode: Mode, device: str = "cuda", backend: str = "triton") -> flo
             own.capture()
         for training in (own, plain):
             training.take(t)
-    tolerance = TOLERANCES[mode.dtype]
+    tolerance = TOLERANCES[mode.other_dtype or mode.dtype]
     worst = 0.0
     for value, expected in zip(own.values(), plain.values(), strict=True):
         if not value.numel():
@@ -115,14 +131,12 @@ def difference(mode: Mode, device: str = "cuda", backend: str = "triton") -> flo
     return worst
 
 
-def measured(elements: int, repeats: int, modes: Sequence[Mode] = MODES) -> list[dict[str, object]]:
+def measured(steps: Mapping[Mode, Step], elements: int, repeats: int) -> list[dict[str, object]]:
     """Returns the time of each mode's step of one matrix, and the share of the memory's peak rate. They take turns."""
-    timed = [mode for mode in modes if not (mode.captured or mode.overflows)]
-    steps = [step_of(mode, elements) for mode in timed]
-    times = interleaved_times(steps, repeats, on_round=lambda: None, timer=gpu.timed)
+    times = interleaved_times(list(steps.values()), repeats, on_round=lambda: None, timer=gpu.timed)
     peak = gpu.peak_here()
     rows: list[dict[str, object]] = []
-    for mode, seconds in zip(timed, times, strict=True):
+    for mode, seconds in zip(steps, times, strict=True):
         quartiles = Quartiles.of(seconds)
         speed = mode.bytes_per_element * elements / quartiles.median / 1e9 if quartiles.median else None
         rows.append(
@@ -142,8 +156,12 @@ def measured(elements: int, repeats: int, modes: Sequence[Mode] = MODES) -> list
     return rows
 
 
-def step_of(mode: Mode, elements: int) -> Callable[[], object]:
+def step_of(mode: Mode, elements: int) -> Step:
+    """Returns a step of one matrix, and takes one, which compiles the kernels."""
     shape = 64, elements // 64  # vectors would have to be larger for 8-bit moments
     param = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=mode.dtype))
     param.grad = torch.randn_like(param) * elements**-0.5
-    return FusedAdamS([param], weight_decay=1e-5, backend="triton", **mode.options).step
+    step = FusedAdamS([param], weight_decay=1e-5, backend="triton", **mode.options).step
+    step()
+    torch.cuda.synchronize()
+    return step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,10 +36,15 @@ T = TypeVar("T")
 PEERS = ("apex", "bitsandbytes", "flashoptim", "torchao")
 MOST_REPEATS = 31
 MEASURED_SUITES = ("one-64M", "gpt2-124m", "one-1M", "1000x500")
-# Functions are run, not timed, with these: an emulated GPU takes seconds for them.
-QUICK_SUITES = {"quick": Suite(((64, 65), (65, 64), (30,), (7, 3)), repeats=2)}
 COUNTED_SHAPES = tuple(gpt2_shapes(layers=12, width=64, vocabulary=1000, context=64))
-QUICK_COUNTED_SHAPES = QUICK_SUITES["quick"].shapes
+# Likenesses of the suites, to run everything and to time nothing: an emulated GPU takes minutes for them.
+QUICK_SUITES = {
+    "one-64M": Suite(((64, 256),), repeats=2),
+    "gpt2-124m": Suite(tuple(gpt2_shapes(layers=3, width=16, vocabulary=512, context=16)), repeats=2),
+    "one-1M": Suite(((1000,),), repeats=2),
+    "1000x500": Suite(((5,),) * 200, repeats=2),
+}
+QUICK_COUNTED_SHAPES = QUICK_SUITES["gpt2-124m"].shapes
 COUNTED = ("FusedAdamS exact (triton)", "FusedAdamS lagged (triton)", "FusedAdamS exact + clip (triton)", "AdamW f")
 ISSUE = "https://github.com/swd-fused/swd_fused/issues/new?template=gpu_report.yml"
 VIRTUAL = "virtual"  # how the name of tests/virtual_gpu's device begins
@@ -87,17 +93,16 @@ def modes_section(modes: Sequence[gpu_modes.Mode] = gpu_modes.MODES, **where: st
 
 def step_times_section(name: str, suite: Suite, repeats: int, progress: Progress) -> Result:
     among = [c for c in (*GPU_CONTENDERS, *gpu_peers()) if c.backend not in ("torch", "loop")]
-    contenders, broken = usable(taking_part(among, suite.shapes))
+    contenders, errors = usable(taking_part(among, suite.shapes))
     rows = step_time.measure(name, suite, contenders, repeats, progress, "cuda")
-    texts = [step_times_text(rows), *broken]
-    return Result("\n\n".join(texts), "some contenders raise" if broken else None, step_rows=rows)
+    return Result("\n\n".join([step_times_text(rows), *left_out(errors)]), raising(errors), step_rows=rows)
 
 
-def usable(contenders: Sequence[Contender]) -> tuple[list[Contender], list[str]]:
+def usable(contenders: Sequence[Contender]) -> tuple[list[Contender], dict[str, Exception]]:
     """Returns those that can take steps here with their peers, and what the others raise."""
-    errors = {contender.name: attempted(partial(take_steps, contender)) for contender in contenders}
-    broken = [f"{name} is left out:\n\n{traceback_block(error)}" for name, error in errors.items() if error is not None]
-    return [c for c in contenders if errors[c.name] is None and errors[c.peer] is None], broken
+    outcomes = {contender.name: attempted(partial(take_steps, contender)) for contender in contenders}
+    errors = {name: error for name, error in outcomes.items() if error is not None}
+    return [c for c in contenders if not {c.name, c.peer} & errors.keys()], errors
 
 
 def take_steps(contender: Contender) -> None:
@@ -131,8 +136,13 @@ def step_times_text(rows: Sequence[Row]) -> str:
 
 
 def peak_section(elements: int, repeats: int) -> Result:
-    rows = gpu_modes.measured(elements, repeats)
-    return Result(peak_text(rows), mode_rows=rows)
+    steps = {m: attempted(partial(gpu_modes.step_of, m, elements)) for m in gpu_modes.MODES if m.is_measured}
+    errors = {mode.name: step for mode, step in steps.items() if isinstance(step, Exception)}
+    working = {mode: step for mode, step in steps.items() if not isinstance(step, Exception)}
+    if not working:
+        raise next(iter(errors.values()))
+    rows = gpu_modes.measured(working, elements, repeats)
+    return Result("\n\n".join([peak_text(rows), *left_out(errors)]), raising(errors), mode_rows=rows)
 
 
 def peak_text(rows: Sequence[Row]) -> str:
@@ -158,15 +168,26 @@ def peak_text(rows: Sequence[Row]) -> str:
 
 def launches_section(shapes: Sequence[tuple[int, ...]]) -> Result:
     chosen = [c for c in GPU_CONTENDERS if c.name.startswith(COUNTED) and "clip_grad" not in c.name]
-    rows = []
+    rows, errors = [], {}
     for contender in chosen:
-        counts = gpu_launches.counted(contender.build(parameters(shapes, device="cuda")))
-        rows.append([contender.name, *map(str, counts.values())])
+        counts = attempted(lambda c=contender: gpu_launches.counted(c.build(parameters(shapes, device="cuda"))))
+        if isinstance(counts, Exception):
+            errors[contender.name] = counts
+        else:
+            rows.append([contender.name, *launches_cells(counts)])
     text = (
         f"A steady step of {len(shapes)} tensors, by torch.profiler; waits are those that it or torch's debug mode "
-        "saw, whichever are more. One kernel of ours does the step, a few of torch's count clipped steps.\n\n"
+        "saw, whichever are more. One kernel of ours does the step, a few of torch's count clipped steps. Where it "
+        "saw no kernel at all, as without CUPTI or its permissions, nothing is known of copies either.\n\n"
     )
-    return Result(text + markdown_table(["optimizer", "kernels", "copies", "waits of the host"], rows))
+    table = markdown_table(["optimizer", "kernels", "copies", "waits of the host"], rows)
+    return Result("\n\n".join([text + table, *left_out(errors)]), raising(errors))
+
+
+def launches_cells(counts: dict[str, int]) -> list[str]:
+    """A step without a kernel is none: then the profiler has not seen it."""
+    seen = [str(counts[kind]) if counts["kernels"] else "not seen" for kind in ("kernels", "copies")]
+    return [*seen, str(counts["waits"])]
 
 
 # --- The report
@@ -177,6 +198,14 @@ def attempted(run: Callable[[], T]) -> T | Exception:
         return run()
     except Exception as error:
         return error
+
+
+def left_out(errors: dict[str, Exception]) -> list[str]:
+    return [f"{name} is left out:\n\n{traceback_block(error)}" for name, error in errors.items()]
+
+
+def raising(errors: dict[str, Exception]) -> str | None:
+    return f"raise: {', '.join(errors)}" if errors else None
 
 
 def ran(section: Section) -> Result:
@@ -197,7 +226,7 @@ def report_of(environment: str, results: dict[str, Result], is_virtual: bool, is
             "anything. Its profiler shows Triton's kernels alone.**"
         )
     if is_quick:
-        parts.append("Run with --quick: tensors are so small that times say little.")
+        parts.append("Run with --quick: tensors are so small that times say little, whatever their suites' names say.")
     outcomes = [
         [title, "ok" if result.problem is None else f"**problem**: {result.problem}", f"{result.seconds:.0f}"]
         for title, result in results.items()
@@ -212,7 +241,14 @@ def environment_text() -> str:
     peers = ", ".join(f"{package} {version_of(package)}" for package in PEERS)
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    return "\n".join([versions(), devices(), memory, f"peers     {peers}"])
+    return "\n".join([versions(), f"commit    {commit()}", devices(), memory, f"peers     {peers}"])
+
+
+def commit() -> str:
+    """Returns the source's, and whether it was changed since."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = attempted(partial(subprocess.run, command, capture_output=True, text=True, timeout=10, check=True))
+    return "not known: no git clone" if isinstance(done, Exception) else done.stdout.strip()
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -287,7 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"torch {torch.__version__} finds no CUDA or ROCm GPU here, and the report is about one. Install a torch "
             "for your GPU, or try tests/virtual_gpu/run python -m benchmarks.gpu_report --quick."
         )
-    is_virtual = torch.cuda.get_device_name().startswith(VIRTUAL)
+    # An illegal access makes all later calls of CUDA raise, so the report must need none at its end.
+    is_virtual, environment = torch.cuda.get_device_name().startswith(VIRTUAL), environment_text()
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: dict[str, Result] = {}
@@ -301,8 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.console.print(f"{section.title}: {outcome}, {result.seconds:.0f} s", markup=False, soft_wrap=True)
             progress.advance(task)
             gc.collect()  # optimizers are in reference cycles, and the next section needs their memory
-            torch.cuda.empty_cache()
-    paths = written(options.out, environment_text(), results, is_virtual, options.quick)
+            attempted(torch.cuda.empty_cache)
+    paths = written(options.out, environment, results, is_virtual, options.quick)
     console.print(f"Wrote {', '.join(map(str, paths))}", soft_wrap=True)
     console.print(f"Please attach them to {ISSUE}", soft_wrap=True)
     return int(any(result.problem is not None for result in results.values()))

@@ -1,7 +1,8 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
-Four settings: float32, without and with clipping; bfloat16 parameters and gradients with float32 masters, as offloading
-keeps them; float16 with a GradScaler. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is
+float32, without and with clipping; bfloat16 parameters and gradients with float32 masters, as offloading keeps them;
+float16 with a GradScaler; and what FusedAdamS with offload=True does on the host, where gradients are in host memory
+and the GPU has summed their squares. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is
 installed and builds. What it computes is AdamW, as does FusedAdamS with decay="decoupled".
 """
 
@@ -31,10 +32,23 @@ from swd_fused import FusedAdamS
 Row = dict[str, Any]
 
 SCALE = 1024.0
+OFFLOAD = "host part of offload"
+MASTERS: dict[str, Any] = {"master_weights": True}
+QUICK = "one-100k", 3  # suite and repeats
 
 
 def fused_adams(**options: Any) -> Build:
     return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
+
+
+def host_part_of_offload(**options: Any) -> Build:
+    """The step of twins, given the sum of squares, which the GPU takes in the backward pass."""
+
+    def build(params: Sequence[Tensor]) -> Step:
+        optimizer = FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options)
+        return lambda: optimizer.step(grad_sumsq=1.0)
+
+    return build
 
 
 def with_masters(build: Build) -> Build:
@@ -123,11 +137,29 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
             },
         ),
     }
+    coded: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": "8bit"}
+    for name, dtype, (peer, build), choice in (
+        ("float32", torch.float32, ("AdamW fused", adamw), {}),
+        ("bfloat16, masters", torch.bfloat16, ("AdamW fused on float32 copies", with_masters(adamw)), MASTERS),
+        ("bfloat16, 8bit", torch.bfloat16, ("AdamW fused on float32 copies", with_masters(adamw)), coded),
+    ):
+        result[f"{OFFLOAD}: {name}"] = (
+            dtype,
+            {
+                peer: build,
+                "FusedAdamS exact, squares known": host_part_of_offload(**choice),
+                "FusedAdamS lagged": fused_adams(schedule="lagged", **choice),
+                "FusedAdamS decoupled": fused_adams(decay="decoupled", **choice),
+            },
+        )
     deepspeed = deepspeed_cpu_adam()
     if not isinstance(deepspeed, str):
         result["float32"][1]["DeepSpeedCPUAdam"] = deepspeed
         result["float32 with clipping"][1]["DeepSpeedCPUAdam + clip_grad_norm_"] = with_clipping(deepspeed)
         result["bfloat16 with masters"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
+        result[f"{OFFLOAD}: float32"][1]["DeepSpeedCPUAdam"] = deepspeed
+        for name in ("bfloat16, masters", "bfloat16, 8bit"):
+            result[f"{OFFLOAD}: {name}"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
     return result
 
 
@@ -183,6 +215,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m benchmarks.mixed_precision", description=__doc__)
     result.add_argument("--suite", choices=list(SUITES), default="gpt2-124m", help="default: %(default)s")
     result.add_argument("--repeats", type=positive, default=15, help="default: %(default)s")
+    result.add_argument("--setting", default="", metavar="TEXT", help="only settings whose names contain it")
+    result.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
     result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
     result.add_argument(
         "--out", type=Path, default=Path("results/mixed_precision"), metavar="DIR", help="default: %(default)s"
@@ -192,13 +226,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    if not any(options.setting in name for name in settings()):
+        parser().error(f"no setting's name contains {options.setting!r}: {'; '.join(settings())}")
     torch.set_num_threads(options.threads)
     console = Console()
     rows: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        for setting in settings():
-            setting_rows = measure(setting, options.suite, options.repeats, progress)
+        suite, repeats = QUICK if options.quick else (options.suite, options.repeats)
+        for setting in (name for name in settings() if options.setting in name):
+            setting_rows = measure(setting, suite, repeats, progress)
             progress.console.print(table(setting_rows))
             warn_of_other_load(console, setting_rows[0]["other_load"])
             rows += setting_rows

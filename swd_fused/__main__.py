@@ -42,7 +42,8 @@ def devices() -> str:
     lines = [f"cpu       {platform.machine()}, {capability}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        architecture = getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}")
+        # CUDA's builds have gcnArchName, too: there it is the device's name once more.
+        architecture = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
         lines.append(f"cuda:{index}    {properties.name}, {architecture}, {properties.total_memory / 2**30:.0f} GiB")
     others = [device for device in self_test.devices() if device not in ("cpu", "cuda")]
     return "\n".join(lines + others)

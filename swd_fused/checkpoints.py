@@ -13,7 +13,6 @@ from torch.optim.optimizer import Optimizer
 from swd_fused.options import GROUP_DEFAULTS, Decay, Options
 from swd_fused.schedule import StepScalars
 from swd_fused.state.load import (
-    adopt_masters,
     check_state_dict,
     loaded_group,
     loaded_state,
@@ -21,6 +20,7 @@ from swd_fused.state.load import (
     saved_by_param,
     with_separate_steps,
 )
+from swd_fused.state.master_weights import adopt_masters, refuse_lone_remainders
 from swd_fused.step.stepper import Stepper
 from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.twins import stand_in
@@ -47,6 +47,7 @@ def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, A
 def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], options: Options) -> dict[str, Any]:
     """Returns the groups and the state of an optimizer that goes on from a state dict."""
     saved = saved_by_param(own_groups, state_dict)
+    refuse_lone_remainders(saved)
     groups = []
     for own, saved_group in zip(own_groups, state_dict["param_groups"], strict=True):
         groups.append(loaded_group(own, saved_group, options))

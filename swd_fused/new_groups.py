@@ -116,7 +116,7 @@ def _check_use_of_seed(options: Options, groups: Sequence[Group]) -> None:
 def _check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) -> None:
     """Refuses options for 16-bit parameters where there are none."""
     kinds = ", ".join(sorted({str(dtype) for dtype in dtypes}))
-    if options.master_weights and not any(options.needs_master(dtype) for dtype in dtypes):
+    if options.master_weights and not any(options.master_key(dtype) for dtype in dtypes):
         raise ValueError(
             f"FusedAdamS got master_weights=True for parameters of {kinds}, wanted some of torch.bfloat16 or "
             "torch.float16: wider ones are their own masters. Convert the model first, or leave it out."

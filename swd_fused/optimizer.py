@@ -20,6 +20,7 @@ from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, fix_attributes
+from swd_fused.state.master_weights import master_of
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, step_within_a_graph
 from swd_fused.step.hooks import GradientTaker, StepCall
@@ -63,7 +64,7 @@ class FusedAdamS(Optimizer):
         cautious_decay: decay only weights that the update does not move away from zero.
         largest_lr: the learning rate's peak. None is the largest so far, kept in groups: `largest_lr_so_far=`.
 
-        master_weights: keep float32 copies of bfloat16 and float16 parameters in the state, and update those.
+        master_weights: update float32 masters of 16-bit parameters; the state has float16's, and what bfloat16's lack.
         stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
         seed: of stochastic rounding. The same seed gives the same bits.
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
@@ -154,7 +155,6 @@ class FusedAdamS(Optimizer):
         return self._stepper.options
 
     def numbered_params(self) -> list[Tensor]:
-        """Returns all parameters, in the order of their groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     # --- The step
@@ -249,10 +249,8 @@ class FusedAdamS(Optimizer):
 
         Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
         step, which is exact, keeps gradients until then, and may round its mean differently in the last bits.
-        `remove()` of what is returned ends gradient release.
-
-        Hyper-parameters are read in the backward pass. Use FSDP2 or a single process: DistributedDataParallel reduces
-        gradients too late. Not with clipping or GradScaler, which need all gradients first.
+        Hyper-parameters are read in the backward pass. `remove()` of what is returned ends gradient release. Use FSDP2
+        or a single process: DistributedDataParallel reduces gradients too late. Not with clipping or GradScaler.
         """
         if isinstance(self._taker, Offload):
             refuse_release()
@@ -262,10 +260,7 @@ class FusedAdamS(Optimizer):
         return self._taker
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last.
-
-        Without `release_gradients()` and `offload=True` they do so anyway.
-        """
+        """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last."""
         return nullcontext() if self._taker is None else self._taker.accumulating()
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
@@ -353,6 +348,10 @@ class FusedAdamS(Optimizer):
             self._taker = new_offload(self._stepper, self.param_groups, self.state)
         else:
             self._taker.watch(self.param_groups, self.state)
+
+    def master_param(self, param: Tensor) -> Tensor:
+        """Returns the float32 master of a parameter, for export: the parameter itself if it has none."""
+        return master_of(param, self.state.get(param) or {})
 
     # --- What users log
 

@@ -23,8 +23,10 @@ BackendName = Literal["auto", "cpu", "triton", "torch"]
 StateDtype = torch.dtype | Literal["8bit"] | None
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 
-# The key of master weights in the state; TransformerEngine's is the same.
+# The key of float32 master weights in the state; TransformerEngine's is the same. And that of what they are beside
+# bfloat16 parameters.
 MASTER = "master_param"
+REMAINDER = "master_remainder"
 
 # Schedulers that end at zero miss it by a rounding error: LinearLR gives -1.9e-20. Treated as zero.
 LR_ROUNDING = 1e-12
@@ -123,8 +125,10 @@ class Options(NamedTuple):
         """Returns what descriptions of tensors depend on: all but what a step's call is told."""
         return self._replace(max_grad_norm=None, schedule="exact")
 
-    def needs_master(self, param_dtype: torch.dtype) -> bool:
-        return self.master_weights and param_dtype in (torch.bfloat16, torch.float16)
+    def master_key(self, param_dtype: torch.dtype) -> str | None:
+        """Returns the key of a parameter's master in its state, None if it needs no master."""
+        keys = {torch.bfloat16: REMAINDER, torch.float16: MASTER}
+        return keys.get(param_dtype) if self.master_weights else None
 
     @property
     def needs_one_pass(self) -> bool:

@@ -57,14 +57,33 @@ void write_param(const Operands& x, const T* param, int64_t begin, int64_t n, Ro
   }
 }
 
+// What is updated: the parameter, its master, or the master that it makes together with a remainder.
+template <typename T>
+T* read_weight(const Operands& x, T* scratch, int64_t begin, int64_t n) {
+  if (!x.master) return x.param.read(scratch, begin, n);
+  if (!x.master->is_remainder()) return x.master->read(scratch, begin, n);
+  T* weight = x.param.read(scratch, begin, n);
+  x.master->join(weight, begin, n);
+  return weight;
+}
+
+template <typename T>
+void write_weight(const Operands& x, T* weight, int64_t begin, int64_t n, RoundingKey key) {
+  if (x.master && x.master->is_remainder()) {
+    x.master->split(weight, begin, n);
+  } else if (x.master) {
+    x.master->write(weight, begin, n);
+  }
+  write_param(x, weight, begin, n, key);
+}
+
 template <typename T>
 UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
                         int64_t end) {
   T scratch[5][BLOCK];
-  const Operand& weight = x.master ? *x.master : x.param;
   return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
     UpdateSums sums;
-    T* param = weight.read(scratch[0], i, n);
+    T* param = read_weight(x, scratch[0], i, n);
     T* exp_avg = x.exp_avg.read(scratch[1], i, n);
     T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
     const T* grad = x.grad.read(scratch[3], i, n);
@@ -75,8 +94,7 @@ UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scala
     } else {
       sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
     }
-    if (x.master) x.master->write(param, i, n);
-    write_param(x, param, i, n, key);
+    write_weight(x, param, i, n, key);
     x.exp_avg.write(exp_avg, i, n);
     x.exp_avg_sq.write(exp_avg_sq, i, n);
     // The sum is that of what is stored, or it would drift from it.
@@ -141,19 +159,17 @@ inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>
 inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
                                      RoundingKey param_key, int64_t begin, int64_t end) {
   float scratch[3][BLOCK];
-  const Operand& weight = x.master ? *x.master : x.param;
   const CodedMoments& coded = *x.coded;
   const int64_t blocks_of_row = (coded.columns + CODE_BLOCK - 1) / CODE_BLOCK;
   return sum_of_rows<UpdateSums>(coded.columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t row) {
-    float* param = weight.read(scratch[0], i, n);
+    float* param = read_weight(x, scratch[0], i, n);
     const float* grad = x.grad.read(scratch[1], i, n);
     float* max_exp_avg_sq = amsgrad ? x.averaged.read(scratch[2], i, n) : nullptr;
     const int64_t number = coded.first_block + row * coded.block_pitch + block - row * blocks_of_row;
     const CodedBlocks moments = blocks_at(coded, i, block);
     const UpdateSums sums = update_coded(param, moments, max_exp_avg_sq, grad, n, scalars, key, number);
     if (amsgrad) x.averaged.write(max_exp_avg_sq, i, n);
-    if (x.master) x.master->write(param, i, n);
-    write_param(x, param, i, n, param_key);
+    write_weight(x, param, i, n, param_key);
     return sums;
   });
 }

@@ -147,6 +147,7 @@ class Operand {
   bool is_bfloat16() const { return dtype_ == ScalarType::BFloat16; }
   bool is_double() const { return dtype_ == ScalarType::Double; }
   bool is_code() const { return dtype_ == ScalarType::Byte || dtype_ == ScalarType::Char; }
+  bool is_remainder() const { return dtype_ == ScalarType::Short; }
 
   // `n` elements as an array of T: in place if they are one, else copied into `scratch`.
   template <typename T>
@@ -166,9 +167,23 @@ class Operand {
           [&](auto* dst, int64_t stride, int64_t offset, int64_t count) { store(dst, stride, block + offset, count); });
   }
 
-  // Likewise for bfloat16 storage.
+  // For bfloat16 storage: the counterpart of read, rounding at random.
   void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
                             const ElementNumbers& numbers) const;
+
+  // For remainders: makes masters of parameters, and parameters of masters, whose remainders it then has.
+  template <typename T>
+  void join(T* block, int64_t begin, int64_t n) const {
+    visit_as<int16_t>(begin, n, [&](const int16_t* src, int64_t stride, int64_t offset, int64_t count) {
+      join_masters(block + offset, src, stride, count);
+    });
+  }
+  template <typename T>
+  void split(T* block, int64_t begin, int64_t n) const {
+    visit_as<int16_t>(begin, n, [&](int16_t* dst, int64_t stride, int64_t offset, int64_t count) {
+      split_masters(dst, stride, block + offset, count);
+    });
+  }
 
  private:
   // Calls f(pointer, stride, offset, count) for each stretch of equal stride among n elements from begin on.

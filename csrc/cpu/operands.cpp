@@ -9,9 +9,17 @@
 namespace swd {
 namespace {
 
-class LayoutWriter {
+class Writer {
  public:
+  Writer() { number(0); }  // for the length
+
   void number(int64_t value) { numbers_.push_back(value); }
+
+  void list(const int64_t* values, size_t count) { numbers_.insert(numbers_.end(), values, values + count); }
+
+  void addresses(const TensorList& tensors) {
+    for (const Tensor& tensor : tensors) number(reinterpret_cast<int64_t>(tensor.data_ptr()));
+  }
 
   void layout(const View& view, const WalkOrder& order) {
     number(static_cast<int64_t>(view.dtype));
@@ -31,6 +39,7 @@ class LayoutWriter {
   // Its length follows from the tensors' dimensions, whatever their strides are: tracing must be able to tell.
   Tensor tensor() {
     numbers_.resize(numbers_.size() + room_for_runs_);
+    numbers_[0] = static_cast<int64_t>(numbers_.size());
     return as_tensor(numbers_, ScalarType::Long);
   }
 
@@ -39,8 +48,8 @@ class LayoutWriter {
   std::vector<int64_t> numbers_;
 };
 
-void check_like(const View& view, const View& like, const char* name, bool is_code) {
-  if (!is_code) check_dtype(view, name);
+void check_like(const View& view, const View& like, const char* name, bool is_integer) {
+  if (!is_integer) check_dtype(view, name);
   STD_TORCH_CHECK(std::equal(view.sizes.begin(), view.sizes.end(), like.sizes.begin(), like.sizes.end()),
                   "swd_fused: ", name, " must have its parameter's shape");
 }
@@ -70,9 +79,10 @@ void check_length(const TensorList& list, size_t tensors, const char* name) {
 
 }  // namespace
 
-Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-               TensorList masters, TensorList exp_avg_scales, TensorList exp_avg_sq_scales, TensorList grads,
-               std::optional<Tensor> numbers, std::optional<Tensor> block_numbers) {
+Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+                   TensorList masters, TensorList exp_avg_scales, TensorList exp_avg_sq_scales, TensorList grads,
+                   Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
+                   std::optional<Tensor> block_numbers) {
   const size_t tensors = params.size();
   const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty();
   check_length(exp_avgs, tensors, "exp_avgs");
@@ -86,12 +96,20 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
     check_length(exp_avg_sq_scales, tensors, "exp_avg_sq_scales");
     next_blocks = values<int64_t>(*block_numbers, ScalarType::Long, 2 * tensors, "block_numbers");
   }
-  LayoutWriter writer;
+  Writer writer;
   writer.number(static_cast<int64_t>(tensors));
   writer.number(amsgrad);
   writer.number(has_masters);
   writer.number(block_numbers.has_value());
   writer.number(numbers.has_value());
+  writer.addresses(grads);
+  writer.list(values<int64_t>(groups, ScalarType::Long, tensors, "groups"), tensors);
+  writer.list(values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids"), tensors);
+  for (const TensorList& kept : {params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters}) writer.addresses(kept);
+  if (block_numbers) {
+    writer.addresses(exp_avg_scales);
+    writer.addresses(exp_avg_sq_scales);
+  }
   const int64_t* next_numbers = nullptr;
   if (numbers) {
     size_t expected = tensors;
@@ -116,14 +134,20 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
       next_blocks += 2;
     }
     writer.layout(param, order);
-    const auto write = [&](const View& view, const char* name, bool is_code = false) {
-      check_like(view, param, name, is_code);
+    const auto write = [&](const View& view, const char* name, bool is_integer = false) {
+      check_like(view, param, name, is_integer);
       writer.layout(view, order);
     };
     write(View(exp_avgs[t]), "exp_avg", columns);
     write(exp_avg_sq, "exp_avg_sq", columns);
     if (amsgrad) write(averaged, "max_exp_avg_sq");
-    if (has_masters) write(View(masters[t]), "master");
+    if (has_masters) {
+      const View master(masters[t]);
+      const bool is_remainder = master.dtype == ScalarType::Short;
+      STD_TORCH_CHECK(!is_remainder || param.dtype == ScalarType::BFloat16,
+                      "swd_fused: a remainder belongs to a bfloat16 parameter");
+      write(master, "master", is_remainder);
+    }
     write(View(grads[t]), "grad");
     if (numbers) {
       writer.number(*next_numbers++);
@@ -134,27 +158,31 @@ Tensor layouts(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, T
   return writer.tensor();
 }
 
-OperandsReader::OperandsReader(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
-    : at_(values<int64_t>(layouts, ScalarType::Long, 5, "layouts")),
-      size_(static_cast<size_t>(at_[0])),
-      amsgrad_(at_[1]),
-      masters_(at_[2]),
-      coded_(at_[3]),
-      numbered_(at_[4]) {
-  at_ += 5;
-  const size_t lists = 3 + amsgrad_ + masters_ + 2 * coded_;
-  addresses_ = values<int64_t>(addresses, ScalarType::Long, lists * size_, "addresses");
-  grad_addresses_ = values<int64_t>(grad_addresses, ScalarType::Long, size_, "grad_addresses");
+OperandsReader::OperandsReader(const Tensor& description) {
+  const int64_t* header = values<int64_t>(description, ScalarType::Long, HEADER, "description");
+  // So that other numbers are not taken for addresses.
+  STD_TORCH_CHECK(header[0] == description.numel(),
+                  "swd_fused: got other numbers than the operator description returns");
+  size_ = static_cast<size_t>(header[1]);
+  amsgrad_ = header[2];
+  masters_ = header[3];
+  coded_ = header[4];
+  numbered_ = header[5];
+  grad_addresses_ = header + HEADER;
+  groups_ = grad_addresses_ + size_;
+  tensor_ids_ = groups_ + size_;
+  addresses_ = tensor_ids_ + size_;
+  layouts_ = addresses_ + (3 + amsgrad_ + masters_ + 2 * coded_) * size_;
 }
 
 Operands OperandsReader::next() {
   const size_t tensor = next_++;
   Operands x;
-  x.numel = *at_++;
-  x.in_double = *at_++;
+  x.numel = *layouts_++;
+  x.in_double = *layouts_++;
   if (coded_) {
-    if (at_[0]) x.coded = CodedMoments{{}, at_[0], at_[1], at_[2]};
-    at_ += 3;
+    if (layouts_[0]) x.coded = CodedMoments{{}, layouts_[0], layouts_[1], layouts_[2]};
+    layouts_ += 3;
   }
   size_t list = 0;
   const auto read = [&] { return operand(addresses_[list++ * size_ + tensor], x.numel); };
@@ -173,7 +201,7 @@ Operands OperandsReader::next() {
   x.has_grad = grad_addresses_[tensor] != NO_GRAD;
   x.grad = operand(grad_addresses_[tensor], x.numel);
   if (numbered_) {
-    const int64_t first = *at_++;
+    const int64_t first = *layouts_++;
     x.numbers = ElementNumbers(first, positions());
   }
   return x;
@@ -181,14 +209,14 @@ Operands OperandsReader::next() {
 
 Operand OperandsReader::operand(int64_t address, int64_t numel) {
   STD_TORCH_CHECK(address != 0 || numel == 0, "swd_fused: a tensor has elements, but its memory was freed");
-  const ScalarType dtype = static_cast<ScalarType>(*at_++);
+  const ScalarType dtype = static_cast<ScalarType>(*layouts_++);
   return Operand(reinterpret_cast<char*>(address), dtype, positions());
 }
 
 Positions OperandsReader::positions() {
-  const size_t run_count = static_cast<size_t>(*at_++);
-  const Run* runs = reinterpret_cast<const Run*>(at_);
-  at_ += run_count * (sizeof(Run) / sizeof(int64_t));
+  const size_t run_count = static_cast<size_t>(*layouts_++);
+  const Run* runs = reinterpret_cast<const Run*>(layouts_);
+  layouts_ += run_count * (sizeof(Run) / sizeof(int64_t));
   return Positions(runs, run_count);
 }
 

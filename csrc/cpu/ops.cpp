@@ -8,33 +8,24 @@
 
 STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def(
-      "layouts(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] masters, "
-      "Tensor[] exp_avg_scales, Tensor[] exp_avg_sq_scales, Tensor[] grads, Tensor? numbers, Tensor? block_numbers) -> "
-      "Tensor");
+      "description(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] "
+      "masters, Tensor[] exp_avg_scales, Tensor[] exp_avg_sq_scales, Tensor[] grads, Tensor groups, Tensor tensor_ids, "
+      "Tensor? numbers, Tensor? block_numbers) -> Tensor");
+  m.def("gradient_sums(Tensor description, Tensor sums, Tensor steps, Tensor hyper) -> Tensor");
+  m.def("max_exp_avg_sq_sum(Tensor description, Tensor steps, Tensor hyper, Tensor? grad_factor) -> Tensor");
+  m.def("last_exp_avg_sq_sum(Tensor description, Tensor sums, Tensor steps, Tensor hyper) -> Tensor");
   m.def(
-      "gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor "
-      "groups, Tensor hyper) -> "
-      "Tensor");
+      "update_(Tensor(a!) sums, Tensor(b!) steps, Tensor description, Tensor hyper, Tensor exp_avg_sq_mean, Tensor? "
+      "grad_factor, Tensor? skip, int seed) -> Tensor");
   m.def(
-      "max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups, Tensor "
-      "hyper, Tensor? "
-      "grad_factor) -> Tensor");
-  m.def("last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) -> Tensor");
-  m.def(
-      "update_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
-      "groups, Tensor tensor_ids, "
-      "Tensor hyper, Tensor exp_avg_sq_mean, Tensor? grad_factor, Tensor? skip, int seed) -> Tensor");
-  m.def(
-      "step_(Tensor(a!) sums, Tensor(b!) steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor "
-      "groups, Tensor tensor_ids, "
-      "Tensor hyper, float? max_grad_norm, bool lagged, Tensor? grad_scale, Tensor? found_inf, bool skip_nonfinite, "
-      "int seed) -> Tensor");
+      "step_(Tensor(a!) sums, Tensor(b!) steps, Tensor description, Tensor hyper, float? max_grad_norm, bool lagged, "
+      "Tensor? grad_scale, Tensor? found_inf, bool skip_nonfinite, int seed) -> Tensor");
   m.def("exp_avg_sq_sums(Tensor[] averaged, Tensor[] scales, int[] columns) -> Tensor");
   m.def("advise_huge_pages(Tensor tensor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swd_fused, CPU, m) {
-  m.impl("layouts", TORCH_BOX(&swd::layouts));
+  m.impl("description", TORCH_BOX(&swd::description));
   m.impl("gradient_sums", TORCH_BOX(&swd::gradient_sums));
   m.impl("max_exp_avg_sq_sum", TORCH_BOX(&swd::max_exp_avg_sq_sum));
   m.impl("last_exp_avg_sq_sum", TORCH_BOX(&swd::last_exp_avg_sq_sum));

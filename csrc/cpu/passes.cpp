@@ -37,14 +37,13 @@ struct GradientSums {
 struct LastSums {
   double total = 0, count = 0;
 
-  template <typename Numel>
-  LastSums(const double* sums, const Numel& numel, size_t tensors, const TensorScalars& by_tensor) {
+  LastSums(const double* sums, const std::vector<Operands>& operands, const TensorScalars& by_tensor) {
     const auto bias_corrections2 =
         by_tensor.each([](const Hyper& hyper, double before) { return bias_correction(hyper.beta2, before, hyper); });
-    for (size_t t = 0; t < tensors; ++t) {
+    for (size_t t = 0; t < operands.size(); ++t) {
       if (by_tensor.steps_before(t) == 0) continue;
       total += sums[t] / bias_corrections2[t];
-      count += static_cast<double>(numel(t));
+      count += static_cast<double>(operands[t].numel);
     }
   }
 };
@@ -52,12 +51,13 @@ struct LastSums {
 // The passes over all elements.
 class Walk {
  public:
-  Walk(const Tensor& layouts, const Tensor& addresses, const Tensor& grad_addresses)
-      : Walk(OperandsReader(layouts, addresses, grad_addresses)) {}
+  explicit Walk(const Tensor& description) : Walk(OperandsReader(description)) {}
 
   size_t size() const { return operands_.size(); }
   bool amsgrad() const { return amsgrad_; }
   const std::vector<Operands>& operands() const { return operands_; }
+  TensorScalars scalars(const Tensor& steps, const Tensor& hyper) const { return {size(), groups_, steps, hyper}; }
+  Rounding rounding(int64_t seed) const { return {seed, tensor_ids_}; }
 
   // Elements that have a gradient.
   int64_t count() const {
@@ -114,7 +114,12 @@ class Walk {
   }
 
  private:
-  explicit Walk(OperandsReader reader) : chunks_(reader.size()), updates_(reader.size()), amsgrad_(reader.amsgrad()) {
+  explicit Walk(OperandsReader reader)
+      : chunks_(reader.size()),
+        updates_(reader.size()),
+        amsgrad_(reader.amsgrad()),
+        groups_(reader.groups()),
+        tensor_ids_(reader.tensor_ids()) {
     operands_.reserve(reader.size());
     for (size_t t = 0; t < reader.size(); ++t) {
       operands_.push_back(reader.next());
@@ -126,43 +131,39 @@ class Walk {
 
   ChunkWalk chunks_, updates_;  // over elements; over elements, and in place of coded ones over their blocks
   bool amsgrad_;
+  const int64_t *groups_, *tensor_ids_;
   std::vector<Operands> operands_;
 };
 
 }  // namespace
 
-Tensor gradient_sums(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor sums, Tensor steps, Tensor groups,
-                     Tensor hyper) {
-  const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
+Tensor gradient_sums(Tensor description, Tensor sums, Tensor steps, Tensor hyper) {
+  const Walk walk(description);
+  const TensorScalars by_tensor = walk.scalars(steps, hyper);
   const double* before = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const GradientSums result(walk.gradient_sums(), walk.operands(), before, by_tensor);
   return results({result.grad, result.carried, result.fresh});
 }
 
-Tensor max_exp_avg_sq_sum(Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor steps, Tensor groups,
-                          Tensor hyper, std::optional<Tensor> grad_factor) {
-  const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
+Tensor max_exp_avg_sq_sum(Tensor description, Tensor steps, Tensor hyper, std::optional<Tensor> grad_factor) {
+  const Walk walk(description);
+  const TensorScalars by_tensor = walk.scalars(steps, hyper);
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
   return results({walk.max_exp_avg_sq_hat_sum(by_tensor, factor)});
 }
 
-Tensor last_exp_avg_sq_sum(Tensor sums, Tensor steps, Tensor numels, Tensor groups, Tensor hyper) {
-  const size_t tensors = static_cast<size_t>(sums.numel());
-  const int64_t* numels_ = values<int64_t>(numels, ScalarType::Long, tensors, "numels");
-  const LastSums last(
-      values<double>(sums, ScalarType::Double, tensors, "sums"), [&](size_t t) { return numels_[t]; }, tensors,
-      TensorScalars(tensors, steps, groups, hyper));
+Tensor last_exp_avg_sq_sum(Tensor description, Tensor sums, Tensor steps, Tensor hyper) {
+  const Walk walk(description);
+  const LastSums last(values<double>(sums, ScalarType::Double, walk.size(), "sums"), walk.operands(),
+                      walk.scalars(steps, hyper));
   return results({last.total, last.count});
 }
 
-Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
-               Tensor tensor_ids, Tensor hyper, Tensor exp_avg_sq_mean, std::optional<Tensor> grad_factor,
-               std::optional<Tensor> skip, int64_t seed) {
-  const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
-  const Rounding rounding(seed, tensor_ids, walk.size());
+Tensor update_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, Tensor exp_avg_sq_mean,
+               std::optional<Tensor> grad_factor, std::optional<Tensor> skip, int64_t seed) {
+  const Walk walk(description);
+  const TensorScalars by_tensor = walk.scalars(steps, hyper);
+  const Rounding rounding = walk.rounding(seed);
   double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
@@ -172,18 +173,18 @@ Tensor update_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tens
   return results({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding)});
 }
 
-Tensor step_(Tensor sums, Tensor steps, Tensor layouts, Tensor addresses, Tensor grad_addresses, Tensor groups,
-             Tensor tensor_ids, Tensor hyper, std::optional<double> max_grad_norm, bool lagged,
-             std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite, int64_t seed) {
-  const Walk walk(layouts, addresses, grad_addresses);
-  const TensorScalars by_tensor(walk.size(), steps, groups, hyper);
-  const Rounding rounding(seed, tensor_ids, walk.size());
+Tensor step_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, std::optional<double> max_grad_norm,
+             bool lagged, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool skip_nonfinite,
+             int64_t seed) {
+  const Walk walk(description);
+  const TensorScalars by_tensor = walk.scalars(steps, hyper);
+  const Rounding rounding = walk.rounding(seed);
   double* sums_ = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
   double factor = unscale, mean = 0, grad_norm = 0;
   if (lagged) {
-    const LastSums last(sums_, [&](size_t t) { return walk.operands()[t].numel; }, walk.size(), by_tensor);
+    const LastSums last(sums_, walk.operands(), by_tensor);
     mean = mean_of_sums(last.total, 0, 1, last.count);
     if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
   } else {

@@ -16,10 +16,10 @@ namespace swd {
 // A tensor's group and its step count.
 class TensorScalars {
  public:
-  TensorScalars(size_t tensors, const Tensor& steps, const Tensor& groups, const Tensor& hyper)
+  TensorScalars(size_t tensors, const int64_t* groups, const Tensor& steps, const Tensor& hyper)
       : tensors_(tensors),
         steps_(values<float>(steps, ScalarType::Float, tensors, "steps")),
-        groups_(values<int64_t>(groups, ScalarType::Long, tensors, "groups")),
+        groups_(groups),
         hyper_(reinterpret_cast<const Hyper*>(values<double>(hyper, ScalarType::Double, 0, "hyper"))) {
     const int64_t rows = hyper.numel() / static_cast<int64_t>(sizeof(Hyper) / sizeof(double));
     for (size_t t = 0; t < tensors; ++t) {
@@ -58,8 +58,7 @@ class TensorScalars {
 // The keys of stochastic rounding. `tensor_ids` tell tensors apart.
 class Rounding {
  public:
-  Rounding(int64_t seed, const Tensor& tensor_ids, size_t tensors)
-      : seed_(seed), ids_(values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids")) {}
+  Rounding(int64_t seed, const int64_t* tensor_ids) : seed_(seed), ids_(tensor_ids) {}
 
   uint32_t key(int64_t tensor, double step) const { return rounding_key(seed_, ids_[tensor], step); }
 

@@ -17,19 +17,19 @@ from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
+HEADER = 6  # numbers of a description before the gradients' addresses
 STEP, UPDATE = ops.step_.default, ops.update_.default
 
 
 class Operands:
-    """Where a bucket's tensors are, and how they lie in memory."""
+    """Where a bucket's tensors are, and how they lie in memory: see csrc/cpu/operands.h."""
 
     def __init__(self, bucket: Bucket) -> None:
-        kept = bucket.params, *bucket.state_tensors
-        layouts = ops.layouts(*kept, bucket.grads_or_params, _numbers(bucket), _block_numbers(bucket))
-        addresses = int64s(map(Tensor.data_ptr, chain.from_iterable(kept)))
-        self.grads = array("q", bucket.grad_addresses)  # written to in each step
-        self.tensors = layouts, addresses, torch.frombuffer(self.grads, dtype=torch.int64)
-        self.kept = bucket.steps, *self.tensors, bucket.groups, bucket.tensor_ids
+        lists = bucket.params, *bucket.state_tensors, bucket.grads_or_params
+        numbers = _numbers(bucket), _block_numbers(bucket)
+        self.numbers = array("q", ops.description(*lists, bucket.groups, bucket.tensor_ids, *numbers).tolist())
+        self.grads = slice(HEADER, HEADER + len(bucket.params))  # where their addresses are written in each step
+        self.description = torch.frombuffer(self.numbers, dtype=torch.int64)
 
 
 class CpuBackend:
@@ -48,38 +48,39 @@ class CpuBackend:
         bucket.plan = Operands(bucket)
 
     def begin(self, bucket: Bucket) -> None:
-        bucket.plan.grads[:] = array("q", bucket.grad_addresses)
+        plan = bucket.plan
+        plan.numbers[plan.grads] = array("q", bucket.grad_addresses)
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        sums: Tensor = ops.gradient_sums(*bucket.plan.tensors, bucket.known_sums(), *_scalars(bucket))
+        sums: Tensor = ops.gradient_sums(bucket.plan.description, bucket.known_sums(), bucket.steps, bucket.hyper.table)
         return sums
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        sums: Tensor = ops.max_exp_avg_sq_sum(*bucket.plan.tensors, *_scalars(bucket), grad_factor)
+        scalars = bucket.steps, bucket.hyper.table, grad_factor
+        sums: Tensor = ops.max_exp_avg_sq_sum(bucket.plan.description, *scalars)
         return sums[0]
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         if after_this_step:
             return bucket.carried_sums(after_this_step)
         # By the function that `step` uses, so that both give the same bits.
-        total, count = ops.last_exp_avg_sq_sum(
-            bucket.known_sums(), bucket.steps, bucket.numels, bucket.groups, bucket.hyper.table
-        ).unbind()
+        scalars = bucket.steps, bucket.hyper.table
+        total, count = ops.last_exp_avg_sq_sum(bucket.plan.description, bucket.known_sums(), *scalars).unbind()
         return torch.stack([total, torch.zeros_like(total), count])
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
-        scalars = exp_avg_sq_mean, grad_factor, skip, bucket.options.seed
-        sums: Tensor = UPDATE(bucket.known_sums(), *bucket.plan.kept, bucket.hyper.table, *scalars)
+        scalars = bucket.hyper.table, exp_avg_sq_mean, grad_factor, skip, bucket.options.seed
+        sums: Tensor = UPDATE(bucket.known_sums(), bucket.steps, bucket.plan.description, *scalars)
         torch._C._increment_version(bucket.written)
         return sums[0]
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         sums = bucket.known_sums() if bucket.sums is None else bucket.sums
         max_grad_norm, *scaling = gate
-        scalars = max_grad_norm, lagged, *scaling, bucket.options.seed
-        results: Tensor = STEP(sums, *bucket.plan.kept, bucket.hyper.table, *scalars)
+        scalars = bucket.hyper.table, max_grad_norm, lagged, *scaling, bucket.options.seed
+        results: Tensor = STEP(sums, bucket.steps, bucket.plan.description, *scalars)
         torch._C._increment_version(bucket.written)  # what torch.autograd.graph.increment_version calls
         return results
 
@@ -114,10 +115,6 @@ def _columns(bucket: Bucket, index: int) -> int:
     return shape.numel() if is_one_row else columns
 
 
-def _scalars(bucket: Bucket) -> tuple[Tensor, ...]:
-    return bucket.steps, bucket.groups, bucket.hyper.table
-
-
 # What the operators return where nothing is computed.
 
 
@@ -128,15 +125,16 @@ def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
     return fake
 
 
-def _fake_layouts(*args: Any) -> Tensor:
-    """Returns layouts of the length that csrc/cpu/operands.cpp gives them."""
-    *kept, _, _, grads, numbers, block_numbers = args
+def _fake_description(*args: Any) -> Tensor:
+    """Returns a description of the length that csrc/cpu/operands.cpp gives it."""
+    *kept, exp_avg_scales, exp_avg_sq_scales, grads, _, _, numbers, block_numbers = args
     lists = [*kept, grads]
+    by_list = sum(map(len, (*lists, exp_avg_scales, exp_avg_sq_scales)))
     if numbers is not None:  # which are laid out as a tensor is
         lists.append(lists[0])
     described = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
-    of_each = 2 if block_numbers is None else 5
-    return _fake(lists, 5 + of_each * len(lists[0]) + described, torch.int64)
+    of_each = 4 if block_numbers is None else 7
+    return _fake(lists, HEADER + by_list + of_each * len(lists[0]) + described, torch.int64)
 
 
 def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:
@@ -147,7 +145,7 @@ def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:
     return result
 
 
-torch.library.register_fake("swd_fused::layouts")(_fake_layouts)
+torch.library.register_fake("swd_fused::description")(_fake_description)
 torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums(3))
 torch.library.register_fake("swd_fused::max_exp_avg_sq_sum")(_fake_sums(1))
 torch.library.register_fake("swd_fused::last_exp_avg_sq_sum")(_fake_sums(2))

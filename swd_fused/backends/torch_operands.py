@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swd_fused.backends.torch_batches import Batch
 from swd_fused.backends.torch_eight_bit import decoded, encode
+from swd_fused.state.masters import joined, split
 from swd_fused.state.rounding import stochastically_rounded
 from swd_fused.tensors.bucket import Bucket
 
@@ -20,7 +21,7 @@ class Operands:
     def __init__(self, bucket: Bucket, batch: Batch) -> None:
         self._bucket, self._batch = bucket, batch
         self._params = batch.of(bucket.params)
-        self._weights = batch.of(bucket.masters) if bucket.masters else self._params
+        self._masters = batch.of(bucket.masters) if bucket.masters else []
         self._exp_avgs, self._exp_avg_sqs = batch.of(bucket.exp_avgs), batch.of(bucket.exp_avg_sqs)
         self._maxima = batch.of(bucket.max_exp_avg_sqs) if bucket.amsgrad else []
         if batch.is_coded:
@@ -29,7 +30,7 @@ class Operands:
             self.exp_avg_sqs = widened(self._exp_avg_sqs)
             self.exp_avgs = in_dtypes_of(self.exp_avg_sqs, self._exp_avgs)
         self.maxima = widened(self._maxima)
-        self.params = in_dtypes_of(self.exp_avg_sqs, self._weights)
+        self.params = in_dtypes_of(self.exp_avg_sqs, self._weights())
 
     def store(self, rounding_keys: Sequence[Tensor]) -> None:
         """Rounds what was computed to what is kept, once. The keys, by tensor, are those of stochastic rounding."""
@@ -39,10 +40,28 @@ class Operands:
             copy(self._exp_avgs, self.exp_avgs)
             copy(self._exp_avg_sqs, self.exp_avg_sqs)
         copy(self._maxima, self.maxima)
-        if self._bucket.masters:
-            copy(self._weights, self.params)
-        rounds_stochastically = self._bucket.options.stochastic_rounding
-        copy(self._params, self._rounded_params(rounding_keys) if rounds_stochastically else self.params)
+        params = self.params
+        if self._masters:
+            params = self._store_masters()
+        elif self._bucket.options.stochastic_rounding:
+            params = self._rounded_params(rounding_keys)
+        copy(self._params, params)
+
+    def _weights(self) -> list[Tensor]:
+        """Returns what is updated: parameters or their masters."""
+        if not self._masters:
+            return self._params
+        pairs = zip(self._params, self._masters, strict=True)
+        return [joined(param, master) if master.dtype == torch.int16 else master for param, master in pairs]
+
+    def _store_masters(self) -> list[Tensor]:
+        """Stores masters, or what they are beside their parameters, and returns the new parameters."""
+        params, masters = list(self.params), list(self.params)
+        for place, master in enumerate(self._masters):
+            if master.dtype == torch.int16:
+                params[place], masters[place] = split(self.params[place].to(torch.float32))
+        copy(self._masters, masters)
+        return params
 
     def _rounded_params(self, keys: Sequence[Tensor]) -> list[Tensor]:
         """Returns the new parameters, stochastically rounded where they are kept in bfloat16."""

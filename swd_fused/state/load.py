@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
-from swd_fused.options import MASTER, Options
+from swd_fused.options import MASTER, REMAINDER, Options
 from swd_fused.state import moments
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.loaded_decay import kept_decay
+from swd_fused.state.master_weights import CALLER_OF_LOAD_STATE_DICT, check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.tensors.group_checks import check_group
 from swd_fused.tensors.transfer import is_fake
@@ -36,15 +36,11 @@ FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_w
 # What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
 OWN_KEYS = ("params", "state_dtype", "decay")
 
-# For warnings from what `checkpoints.loaded` calls, for `load_state_dict`. Two levels are those of torch's decorator.
-CALLER_OF_LOAD_STATE_DICT = 6
-
 
 def initialized(
     state: dict[str, Any], param: Tensor, options: Options, group: Mapping[str, Any], backend: Backend
 ) -> dict[str, Any]:
-    """Adds what a step needs and is missing, stores moments as the group has it, and drops a master that a converted
-    parameter has no use for."""
+    """Adds what a step needs and is missing, and stores moments as the group has it."""
     _check_entries(state, param)
     missing = missing_keys(state)
     if missing == list(REQUIRED):
@@ -59,23 +55,19 @@ def initialized(
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = _as_maxima(param, state, backend)
     convert_moments(state, param, group["state_dtype"], backend)
-    if not options.needs_master(param.dtype):
-        state.pop(MASTER, None)
-    else:
-        state[MASTER] = (
-            state[MASTER].to(torch.float32) if MASTER in state else param.detach().to(torch.float32, copy=True)
-        )
+    convert_master(state, param, options, backend)
     return state
 
 
 def _check_entries(state: dict[str, Any], param: Tensor) -> None:
     """Refuses what a user has put into the state, unless a step can go on from it, and makes step counts tensors."""
-    for key in (*moments.KEYS, MASTER):
+    for key in (*moments.KEYS, MASTER, REMAINDER):
         if key in state and not isinstance(state[key], Tensor):
             raise RuntimeError(
                 f"FusedAdamS has {key} of type {type(state[key]).__name__}, wanted a tensor, for a parameter of shape "
                 f"{tuple(param.shape)}. Load a state dict, or start it afresh: del optimizer.state[param]."
             )
+    check_remainder(state, param, RuntimeError)
     if "step" in state:
         state["step"] = _checked_step(state["step"], param)
 
@@ -180,6 +172,8 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             state = saved_state.get(key, {})
+            if isinstance(state, Mapping):
+                state = with_remainder(state)
             if "step" in saved_group and state and "step" not in state:  # apex counts by group
                 state = {**state, "step": saved_group["step"]}
             if state:
@@ -203,7 +197,7 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
         raise ValueError(
             f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. {advice}"
         )
-    shapes = {MASTER: tuple(param.shape)} if MASTER in state else {}
+    shapes = {name: tuple(param.shape) for name in (MASTER, REMAINDER) if name in state}
     for moment in MOMENTS:
         shapes.update(tensors_of(moment, tuple(param.shape), state))
     for name, shape in shapes.items():
@@ -221,6 +215,7 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
                 " Load the state for the model that it was saved with."
             )
     _check_saved_codes(state, key)
+    check_remainder(state, param, ValueError)
 
 
 def _check_saved_codes(state: Mapping[str, Any], key: object) -> None:
@@ -266,57 +261,18 @@ def loaded_state(
     for key, value in saved.items():
         if key == "step":
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
-        elif key in moments.KEYS or (key == MASTER and options.needs_master(param.dtype)):
+        elif key in moments.KEYS or (key in (MASTER, REMAINDER) and options.master_key(param.dtype) is not None):
             dtype = torch.float32 if key == MASTER else value.dtype
             if key in MOMENTS:
                 dtype = stored_dtype(key, dtype, param.dtype, group["state_dtype"])
             local = redistributed_like(param, value)
-            shape = None if key in (*MOMENTS, MASTER) else tuple(value.shape)
+            shape = None if key in (*MOMENTS, MASTER, REMAINDER) else tuple(value.shape)
             state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local), shape)
-        elif key != MASTER:
+        elif key not in (MASTER, REMAINDER):
             state[key] = deepcopy(value)
     if moments.has_moments(state):
         convert_moments(state, param, group["state_dtype"], backend)
     return state
-
-
-# --- Masters that are loaded without `master_weights=True`
-
-
-def adopt_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -> None:
-    """Copies saved masters into parameters that can hold them, and warns, once, of those that are dropped."""
-    pairs = [
-        (local_tensor(param), redistributed_like(param, state[MASTER]).to(param.device))
-        for param, state in saved.items()
-        if MASTER in state and not options.needs_master(param.dtype)
-    ]
-    adopted = [(param, master) for param, master in pairs if _is_rounded_copy(param, master)]
-    dropped = Counter(
-        param.dtype for param, master in pairs if not (_is_rounded_copy(param, master) or _is_equal(param, master))
-    )
-    if dropped:
-        counts = ", ".join(f"{count} of {dtype}" for dtype, count in dropped.items())
-        warnings.warn(
-            f"The state dict has float32 master weights, under {MASTER!r}, for parameters that do not hold their "
-            f"values ({counts}): they are dropped, and training goes on from the parameters as they are. To keep the "
-            "masters of 16-bit parameters build the optimizer with master_weights=True; to go on in float32 load the "
-            "model's state before the optimizer's.",
-            stacklevel=CALLER_OF_LOAD_STATE_DICT,
-        )
-    with torch.no_grad():
-        for param, master in adopted:
-            param.copy_(master)
-
-
-def _is_rounded_copy(param: Tensor, master: Tensor) -> bool:
-    """Returns whether a float32 or float64 parameter has a master's values in 16 bits, as in a converted model."""
-    copies = (master.to(dtype).to(param.dtype) for dtype in (torch.bfloat16, torch.float16))
-    return param.dtype in (torch.float32, torch.float64) and any(torch.equal(param, copy) for copy in copies)
-
-
-def _is_equal(param: Tensor, master: Tensor) -> bool:
-    wide = torch.promote_types(param.dtype, master.dtype)
-    return torch.equal(param.to(wide), master.to(wide))
 
 
 def _listed(keys: Iterable[object]) -> str:

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused.step.release import ReleasedStep
 from swd_fused.step.stepper import Groups, Stepper
-from swd_fused.tensors.description import Description, State
+from swd_fused.tensors.description import Description, State, StepInput
 from swd_fused.tensors.twins import Chunk, Twins, aligned_bytes, power_of_two_from
 
 # Gradients arrive in one slot while the next is stepped, and a third is ready when the host is late. A slot is stepped
@@ -57,11 +58,22 @@ class Slots:
         self._free.put(slot)
 
 
+class Part(NamedTuple):
+    """The parameters that are stepped on the host, or those that are stepped on GPUs.
+
+    Both have a list of as many as the groups have, since rounding at random depends on a parameter's place, and no
+    tensor in common: two descriptions are kept, and what is not a part's own has neither state nor gradients.
+    """
+
+    params: list[Tensor]
+    state: State
+
+
 class OverlappedStep:
-    """A lagged step of twins, from its first gradient to `optimizer.step()`.
+    """A step of twins that needs nothing of its own gradients, from the first of these to `optimizer.step()`.
 
     Hooks start the copies, of gradients to the host and of what was stepped to the GPU. The worker touches nothing but
-    host memory, and waits for events.
+    host memory, and waits for events. What stays on the GPU is stepped in the end.
     """
 
     def __init__(
@@ -73,18 +85,45 @@ class OverlappedStep:
         state: State,
         worker: ThreadPoolExecutor,
     ) -> None:
-        """`params` are the groups', `state` is that of their twins."""
-        self.state = state
-        self._stepper, self._twins, self._groups, self._params = stepper, twins, groups, params
-        self._hosts = twins.stepped_for(params)
+        """`params` are the groups', `state` is theirs, with twins in place of those that have one."""
+        self._stepper, self._twins, self._groups = stepper, twins, groups
+        self._number_of = {id(param): number for number, param in enumerate(params)}
+        by_place = [
+            {param: entry for param, entry in state.items() if param.is_cpu == is_cpu} for is_cpu in (True, False)
+        ]
+        self._on_host = Part(twins.on_host_for(params), by_place[0])
+        self._on_gpu = Part(params, by_place[1])
         self._values = stepper.begin(groups)
         self._released = ReleasedStep(stepper.options, keeps_gradients=False)
+        self._released.mean = self._mean()
         self._taken: set[int] = set()  # ids of parameters
         self._worker = worker
         self._slot: Slot | None = None
         self._jobs: list[Future[None]] = []
         self._has_failed = False
         self._stepped: deque[list[Tensor]] = deque()  # and not yet copied back
+
+    @property
+    def state(self) -> State:
+        return {**self._on_host.state, **self._on_gpu.state}
+
+    def _mean(self) -> Tensor:
+        """Returns the mean that the step before has left, on the host."""
+        parts = [
+            self._stepper.described(self._inputs(part, {})) for part in (self._on_host, self._on_gpu) if part.state
+        ]
+        for part in parts:
+            part.begin(self._values)
+        sums = self._stepper.step_before.sums_of_parts(parts)
+        for part in parts:
+            part.end()
+        return sums.mean(None, self._stepper.options.total_numel)
+
+    def _inputs(self, part: Part, grads: Mapping[Tensor, Tensor]) -> StepInput:
+        every: list[Tensor | None] = [None] * len(part.params)
+        for param, grad in grads.items():
+            every[self._number_of[id(param)]] = grad
+        return self._stepper.inputs(self._groups, self._values, part.state, part.params, every)
 
     def has_taken(self, param: Tensor) -> bool:
         return id(param) in self._taken
@@ -100,7 +139,7 @@ class OverlappedStep:
         slot = self._slot
         followed = self._twins.follow(param)
         host = slot.chunk.cut(grad)
-        arrived = self._twins.copies.to_host(host, grad)
+        arrived = self._twins.copies.to_host((host, grad))
         slot.arrivals += [arrived] if followed is None else [followed, arrived]
         slot.grads[param] = host
         self._taken.add(id(param))
@@ -125,8 +164,11 @@ class OverlappedStep:
         self._copy_back()
         for job in self._jobs:
             job.result()  # raises what the worker has
-        description = self._update(rest)
+        description = self._update({param: grad for param, grad in rest.items() if grad.is_cpu})
         self._copy_back()
+        on_gpu = {param: grad for param, grad in rest.items() if not grad.is_cpu}
+        if on_gpu:
+            description = self._released.update(self._stepper, self._values, self._inputs(self._on_gpu, on_gpu))
         self._released.end(self._stepper, self._groups, description)
 
     def wait(self) -> None:
@@ -154,12 +196,9 @@ class OverlappedStep:
 
     @torch.no_grad()
     def _update(self, grads: Mapping[Tensor, Tensor]) -> Description:
+        """Steps parameters on the host."""
         self._twins.copies.wait_for_last()
-        by_id = {id(param): grad for param, grad in grads.items()}
-        every = [by_id.get(id(param)) for param in self._params]
-        inputs = self._stepper.inputs(self._groups, self._values, self.state, self._hosts, every)
-        description = self._released.update(self._stepper, self._values, inputs)
-        assert self._released.mean is not None, "whoever overlaps has taken a step before"
+        description = self._released.update(self._stepper, self._values, self._inputs(self._on_host, grads))
         self._stepped.append([param for param in grads if param.is_cuda])
         return description
 
@@ -171,7 +210,7 @@ class OverlappedStep:
             if written:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(written[0].shape)} was written to between its gradient and "
-                    'optimizer.step(), with offload=True and schedule="lagged", which steps it meanwhile. Write to '
+                    "optimizer.step(), with offload=True, which steps it meanwhile. Write to "
                     "parameters after step()."
                 )
             self._twins.copy_back(params)

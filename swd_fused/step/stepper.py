@@ -26,6 +26,7 @@ from swd_fused.step.sums import (
     PassOne,
     Source,
     StepBefore,
+    SummedBefore,
     checked_grad_sq,
     on_device_of,
     skip_on_all_ranks,
@@ -101,15 +102,17 @@ class Stepper:
         grad_sumsq: float | Tensor | None = None,
         numel: int | None = None,
         params: list[Tensor] | None = None,
+        grad_sqs: Sequence[float | None] | None = None,
     ) -> None:
         """Takes a step with these gradients, or with those that the parameters have.
 
         `scaling` are the loss scale and whether GradScaler has found an infinity. `params` are stepped in place of the
-        groups' own, and have the state.
+        groups' own, and have the state. `grad_sqs` are the sums of squared gradients by parameter, as far as somebody
+        knows them.
         """
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
-                return self.take(groups, state, grads, scaling, grad_sumsq, numel, params)
+                return self.take(groups, state, grads, scaling, grad_sumsq, numel, params, grad_sqs)
         options, values = self.options, self._values
         if values is None or not values.hold(groups):
             values = self._values = GroupValues(groups, options.decay)
@@ -145,6 +148,8 @@ class Stepper:
             source = self._usual_source
             if grad_sq is not None or self._in_parts.is_begun:
                 source = self._source(step, groups, state, grad_sq, numel)
+            if grad_sqs is not None and source is self._pass_one:
+                source = SummedBefore(grad_sqs)
             bucket = step.only_bucket
             scalars: StepScalars | Tensor | None = None
             if bucket is not None and bucket.backend.is_atomic:
@@ -231,7 +236,7 @@ class Stepper:
         if gate.max_grad_norm is not None and not self._in_parts.is_same_step:
             self.clipped_steps.count(scalars, gate.max_grad_norm, may_skip)
         for bucket in step.buckets:
-            if bucket.masters or not bucket.has_stepped:
+            if bucket.follows_params or not bucket.has_stepped:
                 bucket.note_step(may_skip)
         if step.are_captured:
             self._in_graphs.append(step)

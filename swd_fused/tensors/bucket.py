@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding, local_tensor
-from swd_fused.options import MASTER, Options
+from swd_fused.options import Options
 from swd_fused.schedule import bias_corrections
 from swd_fused.state.eight_bit import CODES, SCALES, STORED_DTYPES, block_numbers
 from swd_fused.state.load import check_codes, check_state
@@ -82,7 +82,8 @@ class Bucket:
         scales = [_scales(key, entries, self.device) for key in SCALES] if self.coded else ([], [])
         self.exp_avg_scales, self.exp_avg_sq_scales = scales
         self.max_exp_avg_sqs = _moments("max_exp_avg_sq", entries) if amsgrad else []
-        self.masters = _moments(MASTER, entries) if has_masters else []
+        self.masters = _masters(entries, options) if has_masters else []
+        self.follows_params = any(master.dtype == torch.float32 for master in self.masters)
         self.groups = from_host(torch.tensor(self.group_indices, device="cpu"), self.device)
         self.tensor_ids = from_host(torch.tensor(self.numbers, device="cpu"), self.device)
         self.element_numbers = [element_numbers(p, sharding) for p in self._whole_params if options.stochastic_rounding]
@@ -174,13 +175,15 @@ class Bucket:
         """Gradients, and in place of a missing one its parameter."""
         return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
 
-    def carried_sums(self, after_this_step: bool) -> Tensor:
-        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor."""
+    def carried_sums(self, after_this_step: bool, grad_sqs: Tensor | None = None) -> Tensor:
+        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor; and in place of the weight,
+        given the sums of squared gradients by tensor, what v^ has of these."""
         steps = self.steps + 1 if after_this_step else self.steps
         counted = self.has_grad if after_this_step else self.steps > 0
         bias_correction2 = bias_corrections(self.hyper, self.groups, steps)[1]
         beta2 = self.hyper.column("beta2")[self.groups] if after_this_step else torch.ones_like(bias_correction2)
-        rows = [beta2 * self.known_sums() / bias_correction2, (1 - beta2) * self.numels / bias_correction2, self.numels]
+        spread = self.numels if grad_sqs is None else grad_sqs
+        rows = [beta2 * self.known_sums() / bias_correction2, (1 - beta2) * spread / bias_correction2, self.numels]
         return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
 
     def count_writes(self) -> None:
@@ -197,7 +200,7 @@ class Bucket:
         """Reads the step counts of CUDA graphs, and follows parameters that others have written to."""
         if self.copies_steps:
             torch._foreach_copy_(self._elements_of_steps, self._step_views)
-        if self.masters:
+        if self.follows_params:
             self._follow_params()
 
     def note_stream(self) -> None:
@@ -249,7 +252,7 @@ class Bucket:
 
     def note_step(self, may_have_been_skipped: bool) -> None:
         """Remembers that a step was taken, and accepts the parameters as it has left them."""
-        if self.masters:
+        if self.follows_params:
             self._accept_params()
         if not may_have_been_skipped and self.numel:
             self.has_stepped = True
@@ -259,14 +262,14 @@ class Bucket:
         return self.steps * (self.numels > 0)
 
     def _follow_params(self) -> None:
-        """Updates masters after someone has written to parameters, loading a model for instance: where a master no
+        """Updates float32 masters after someone has written to parameters, loading a model for instance: where one no
         longer rounds to its parameter it takes the parameter's value. Those without a gradient follow later."""
         now = self._versions_of_params()
         if self._param_versions == now:
             return
         known = zip(self._param_versions, now, self.present, strict=True)
         for (seen, version, is_present), param, master in zip(known, self.params, self.masters, strict=True):
-            if is_present and seen != version:
+            if is_present and seen != version and master.dtype == torch.float32:
                 master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
         self._accept_params()
 
@@ -291,6 +294,11 @@ def _moments(key: str, entries: list[Entry]) -> list[Tensor]:
     coded = CODES.get(key)
     tensors = [entry.staged[coded if coded in entry.staged else key] for entry in entries]
     return [as_real(local_tensor(tensor)) for tensor in tensors]
+
+
+def _masters(entries: list[Entry], options: Options) -> list[Tensor]:
+    """Returns the master of each parameter, or the remainder of its master."""
+    return [local_tensor(entry.staged[str(options.master_key(entry.param.dtype))]) for entry in entries]
 
 
 def _scales(key: str, entries: list[Entry], device: torch.device) -> list[Tensor]:

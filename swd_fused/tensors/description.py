@@ -23,7 +23,7 @@ from swd_fused.distributed.sharding import (
     local_tensor,
 )
 from swd_fused.distributed.wrappers import refuse_unknown_shards
-from swd_fused.options import MASTER, Options
+from swd_fused.options import MASTER, REMAINDER, Options
 from swd_fused.state.eight_bit import CODES, SCALES
 from swd_fused.state.load import initialized
 from swd_fused.state.moments import KEYS, has_moments
@@ -36,7 +36,7 @@ from swd_fused.tensors.twins import device_of_step
 
 State = dict[Tensor, dict[str, Any]]
 
-STORED = (*KEYS, MASTER)  # all of a parameter's state that kernels refer to by address
+STORED = (*KEYS, MASTER, REMAINDER)  # all of a parameter's state that kernels refer to by address
 SECOND_MOMENTS = ("exp_avg_sq", CODES["exp_avg_sq"], SCALES["exp_avg_sq"], "max_exp_avg_sq")
 
 # How gradients look to a kernel, column by column, which is faster than all of one tensor at a time.
@@ -287,7 +287,7 @@ class Description:
         """Takes up this step's hyper-parameters."""
         for bucket in self.buckets:
             bucket.hyper = values.on(bucket.device)
-            if bucket.masters or bucket.copies_steps:
+            if bucket.follows_params or bucket.copies_steps:
                 bucket.begin()
             bucket.backend.begin(bucket)
             if bucket.device.type == "cuda":
@@ -338,7 +338,7 @@ class Description:
         by_kind: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         for entry in self._entries:
             param, group = entry.param, groups[entry.group]
-            has_master = self.options.needs_master(param.dtype)
+            has_master = self.options.master_key(param.dtype) is not None
             sharding = sharding_in(group, param, self._sharded_over)
             backend = backend_for(param, self.options)[0]
             by_kind[backend, param.device, group["amsgrad"], has_master, sharding].append(entry)

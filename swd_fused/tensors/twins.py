@@ -25,11 +25,17 @@ LARGEST_CHUNK, SMALLEST_CHUNK = 1 << 30, 1 << 12
 MOST_BYTES_IN_FLIGHT = 256 << 20
 
 
+# Smaller tensors, biases and norms mostly, stay on the GPU with their state: there are many of them, each copy takes
+# its time however little it copies, and together they are next to nothing.
+LEAST_OFFLOADED = 1 << 14  # elements
+
+
 # --- What is offloaded
 
 
 def is_offloaded(param: Tensor, options: Options) -> bool:
-    return options.offload and param.is_cuda and not is_fake(param) and not param.is_inference()
+    is_candidate = options.offload and param.is_cuda and param.numel() >= LEAST_OFFLOADED
+    return is_candidate and not is_fake(param) and not param.is_inference()
 
 
 def device_of_step(param: Tensor, options: Options) -> torch.device:
@@ -118,20 +124,23 @@ class Copies:
         self._bytes_on_the_way = 0
         self._last_up: list[torch.cuda.Event] = []
 
-    def to_host(self, host: Tensor, value: Tensor) -> torch.cuda.Event:
-        """Starts to copy what the current stream computes. The event tells when it is there."""
+    def to_host(self, *pairs: tuple[Tensor, Tensor]) -> torch.cuda.Event:
+        """Starts to copy what the current stream computes: to each host tensor its value, all of one GPU. The event
+        tells when they are there."""
         while self._on_the_way and self._bytes_on_the_way > MOST_BYTES_IN_FLIGHT:
             first, size = self._on_the_way.popleft()
             first.synchronize()
             self._bytes_on_the_way -= size
-        stream = stream_of(value.device, self._down)
-        stream.wait_stream(torch.cuda.current_stream(value.device))
+        device = pairs[0][1].device
+        stream = stream_of(device, self._down)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            copy_as_one_piece(host, value)
-            value.record_stream(stream)
+            for host, value in pairs:
+                copy_as_one_piece(host, value)
+                value.record_stream(stream)
             event = waited_for_event()
             event.record(stream)
-        size = value.numel() * value.element_size()
+        size = sum(value.numel() * value.element_size() for _, value in pairs)
         self._on_the_way.append((event, size))
         self._bytes_on_the_way += size
         return event
@@ -203,6 +212,7 @@ class Twins:
     def __init__(self) -> None:
         self.copies = Copies()
         self._of: dict[Tensor, Twin] = {}
+        self._stand_ins: dict[Tensor, Tensor] = {}  # for parameters that are stepped on the GPU
 
     def prepare(self, params: Iterable[Tensor], options: Options, state: Mapping[Any, Any]) -> list[torch.cuda.Event]:
         """Makes the twins that are missing, and drops those of parameters that are gone and have no state.
@@ -235,13 +245,25 @@ class Twins:
         """Returns the twins of parameters, and those that have none themselves."""
         return [param if (twin := self._of.get(param)) is None else twin.host for param in params]
 
+    def on_host_for(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the twins of parameters, those that are on the host themselves, and for all others tensors that take
+        their places."""
+        stepped = list(self.stepped_for(params))
+        kept, self._stand_ins = self._stand_ins, {}
+        for param in (param for param in stepped if not param.is_cpu):
+            known = kept.get(param)
+            if known is None or known.shape != param.shape or known.dtype != param.dtype:
+                known = torch.empty_like(param, device=CPU, requires_grad=False)
+            self._stand_ins[param] = known
+        return [param if param.is_cpu else self._stand_ins[param] for param in stepped]
+
     def follow(self, param: Tensor) -> torch.cuda.Event | None:
         """Starts to copy a parameter to its twin if others have written to it. The event tells when it is there."""
         twin = self._of[param]
         if twin.seen == as_seen(param):
             return None
         twin.seen = as_seen(param)
-        return self.copies.to_host(twin.host, param.detach())
+        return self.copies.to_host((twin.host, param.detach()))
 
     def copy_back(self, params: Sequence[Tensor]) -> None:
         """Starts to copy what was stepped to the parameters."""

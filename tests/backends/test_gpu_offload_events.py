@@ -13,6 +13,7 @@ from torch import nn
 from swd_fused import FusedAdamS
 from swd_fused.step import overlap
 from swd_fused.step.overlap import OverlappedStep
+from swd_fused.tensors import twins
 from tests.backends.offloaded_run import Run, assert_same_bits
 from tests.device import DEVICE, needs_gpu
 
@@ -22,6 +23,7 @@ pytestmark = needs_gpu
 @pytest.fixture(autouse=True)
 def _many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(twins, "LEAST_OFFLOADED", 0)
 
 
 # --- What fails
@@ -211,25 +213,84 @@ def test_gradient_release_is_refused() -> None:
         Run(DEVICE, schedule="lagged").optimizer.release_gradients()
 
 
-def test_loss_scaling_is_refused_before_anything_is_written() -> None:
-    run = Run(DEVICE)
-    before = [param.detach().cpu() for param in run.params]
-    scaler = torch.amp.GradScaler("cuda")
-    loss = scaler.scale(torch.ones((), device=DEVICE))
-    run.backward([grad * loss for grad in run.grads(5) if grad is not None])
-    with pytest.raises(RuntimeError, match="was called by a GradScaler with offload=True"):
-        scaler.step(run.optimizer)
-    assert all(torch.equal(param.cpu(), old) for param, old in zip(run.params, before, strict=True))
+def scaled_backward(run: Run, scaler: torch.amp.GradScaler, t: int, infinite: bool = False) -> None:
+    scale = scaler.scale(torch.ones((), device=run.device))
+    grads = [None if grad is None else grad * scale for grad in run.grads(t)]
+    if infinite:
+        assert grads[0] is not None
+        grads[0][3, 5] = torch.inf
+    run.backward(grads)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 0.05}, {"decay": "decoupled"}, {"skip_nonfinite": True, "amsgrad": True}]
+)
+def test_a_grad_scaler_unscales_and_skips(options: dict[str, Any]) -> None:
+    """An infinity that has left the GPU lowers the scale, and its step changes nothing."""
+    run, peer = (Run(device, **options) for device in (DEVICE, "cpu"))
+    scalers = [torch.amp.GradScaler(one.device.split(":")[0], init_scale=1024.0) for one in (run, peer)]
+    for t in range(6):
+        for one, scaler in zip((run, peer), scalers, strict=True):
+            before = [param.detach().clone() for param in one.params]
+            scaled_backward(one, scaler, t, infinite=t in (0, 3))
+            scaler.step(one.optimizer)
+            scaler.update()
+            one.optimizer.zero_grad()
+            has_moved = not all(map(torch.equal, one.params, before))
+            assert has_moved == (t not in (0, 3))
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 1024.0 / (2 if t < 3 else 4)
+        assert float(run.optimizer.skipped_steps) == float(peer.optimizer.skipped_steps)
+    for param, other in zip(run.params, peer.params, strict=True):
+        assert torch.allclose(param.cpu(), other, rtol=1e-5, atol=1e-7)
+        assert float(run.optimizer.state[param]["step"]) == float(peer.optimizer.state[other]["step"])
+
+
+@pytest.mark.parametrize(
+    ("options", "overlaps"),
+    [
+        ({"schedule": "lagged"}, True),
+        ({"decay": "decoupled"}, True),
+        ({"decay": "l2"}, True),
+        ({}, False),
+        ({"decay": "decoupled", "max_grad_norm": 1.0}, False),
+        ({"decay": "decoupled", "skip_nonfinite": True}, False),
+    ],
+)
+def test_steps_that_need_nothing_of_the_whole_model_overlap_the_backward_pass(
+    options: dict[str, Any], overlaps: bool
+) -> None:
+    run = Run(DEVICE, **options)
+    run.train(range(1))
+    run.backward(run.grads(1))
+    assert isinstance(run.optimizer._taker._step, OverlappedStep) == overlaps  # type: ignore[union-attr]
+
+
+def test_a_grad_scaler_is_refused_before_anything_is_written() -> None:
+    """Where parameters are stepped in the backward pass, and after unscale_, which finds no gradients."""
+    for steps, is_unscaled, why in ((0, True, "after scaler.unscale_"), (3, False, "steps parameters already")):
+        run = Run(DEVICE, schedule="lagged" if steps else "exact")
+        run.train(range(steps))
+        resumed = run.new_optimizer()  # which has taken steps, and not yet this one
+        resumed.load_state_dict(run.optimizer.state_dict())
+        run.optimizer = resumed
+        before = [param.detach().cpu() for param in run.params]
+        scaler = torch.amp.GradScaler("cuda")
+        scaled_backward(run, scaler, 5)
+        if is_unscaled:
+            scaler.unscale_(run.optimizer)
+        with pytest.raises(RuntimeError, match=why):
+            scaler.step(run.optimizer)
+        assert all(torch.equal(param.cpu(), old) for param, old in zip(run.params, before, strict=True))
 
 
 def test_captures_are_refused() -> None:
     param = nn.Parameter(torch.ones(64, device=DEVICE))
     optimizer = FusedAdamS([param], offload=True)
-    param.grad = torch.ones(64, device=DEVICE)
+    param.grad = grad = torch.ones(64, device=DEVICE)
     optimizer.step()
     refused = pytest.raises(RuntimeError, match="in the capture of a CUDA graph, with offload=True")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        param.grad.mul_(2)
+        param.grad = grad.mul_(2)
         optimizer.step()
 
 

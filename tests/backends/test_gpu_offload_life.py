@@ -31,6 +31,7 @@ WORKER = "swd_fused-offload"
 @pytest.fixture(autouse=True)
 def _many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(twins, "LEAST_OFFLOADED", 0)
 
 
 def workers() -> list[threading.Thread]:
@@ -93,6 +94,23 @@ def test_bytes_are_those_of_the_page(choice: str, schedule: Any) -> None:
     on_host = sum(storages.values()) / numel
     (row,) = re.findall(rf"^\| {choice}, {schedule} \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
     assert (round(on_gpu, 2), round(on_host, 2)) == tuple(map(float, row))
+
+
+def test_a_parameter_is_not_given_out_again_before_its_twin_is_copied_back() -> None:
+    """Stepped on a side stream, and freed: its memory is the main stream's, which waits for neither."""
+    run = Run(DEVICE, shapes=[(40, 30)])
+    run.train(range(2))
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        run.backward(run.grads(2))
+        run.optimizer.step()
+    del run
+    gc.collect()
+    theirs = [torch.full((40 * 30,), 7.0) for _ in range(64)]
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 7.0).all()) for tensor in theirs)
 
 
 def test_twins_have_memory_of_their_own() -> None:

@@ -312,13 +312,14 @@ def test_collective_cost_command_and_page(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_keep_threads")
 def test_mixed_precision_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each setting has torch's best first, to which the others are compared."""
-    monkeypatch.setitem(SUITES, "one-1M", Suite(((300,), (7, 5)), repeats=1))
+    monkeypatch.setitem(SUITES, "one-1M", Suite(((300,), (80, 64)), repeats=1))
     mixed_precision.main(["--suite", "one-1M", "--repeats", "2", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "mixed_precision.csv")
     settings = {"float32", "float32 with clipping", "bfloat16 with masters", "float16 with GradScaler"}
+    settings |= {f"host part of offload: {name}" for name in ("float32", "bfloat16, masters", "bfloat16, 8bit")}
     assert {row["setting"] for row in rows} == settings
     assert all(float(row["ratio"]) == 1.0 for row in rows if row["contender"] == row["peer"])
-    assert sum("FusedAdamS" in row["contender"] for row in rows) == 7
+    assert sum("FusedAdamS" in row["contender"] for row in rows) == 7 + 3 * 3
 
 
 def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
@@ -329,6 +330,13 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     for name in ("float32", "float32, first moment bfloat16", "bfloat16, master weights"):
         sizes = (f"{float(rows[name][column]):g}" for column in ("parameter", "gradient", "state", "all"))
         assert f"| {name} | {' | '.join(sizes)} |" in page
+    page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+    rows_with_offload = rows_of(tmp_path / "offload_memory.csv")
+    assert len(rows_with_offload) == 6
+    for row in rows_with_offload:
+        sizes = (f"{float(row[column]):g}" for column in ("without_offload", "gpu", "host"))
+        assert f"| {row['choice']} | {' | '.join(sizes)} |" in page
+    assert (tmp_path / "offload_memory.png").read_bytes().startswith(PNG)
 
 
 def test_memory_is_whole_in_80_columns(
@@ -336,9 +344,9 @@ def test_memory_is_whole_in_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     memory.main(["--out", str(tmp_path)])
-    printed = capsys.readouterr().out.partition("Wrote")[0]
+    printed, _, with_offload = capsys.readouterr().out.partition("Wrote")
     assert printed
-    assert "…" not in printed
+    assert "…" not in printed + with_offload
     words = set(printed.split())
     assert {"choice", "parameter", "gradient", "state", "all"} <= words
     for row in rows_of(tmp_path / "memory.csv"):

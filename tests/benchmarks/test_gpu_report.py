@@ -67,7 +67,7 @@ def test_a_report_of_rows(tmp_path: Path) -> None:
     assert paths[3].read_bytes().startswith(b"\x89PNG")
 
 
-def fails() -> Result:
+def fails() -> Any:
     raise ZeroDivisionError("no | peak\nand more")
 
 
@@ -88,6 +88,7 @@ def test_a_section_that_fails_is_reported_and_the_next_one_runs(
 ) -> None:
     good = Section("Good", lambda: Result("All is well."))
     monkeypatch.setattr(gpu_report, "sections", lambda *_: [Section("Bad", fails), good])
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)  # as after an illegal access
     assert gpu_report.main(["--out", str(tmp_path)]) == 1
     report = (tmp_path / "gpu_report.md").read_text()
     assert "| Bad | **problem**: ZeroDivisionError: no \\| peak |" in report
@@ -112,11 +113,12 @@ def test_a_contender_that_fails_is_left_out_with_those_that_are_compared_to_it()
         Contender("bad", "", None, "bad", broken),
         Contender("compared to it", "", None, "bad", build),
     ]
-    working, texts = gpu_report.usable(contenders)
+    working, errors = gpu_report.usable(contenders)
     assert [contender.name for contender in working] == ["good"]
-    assert len(texts) == 1
-    assert "bad is left out" in texts[0]
-    assert "built for another CUDA" in texts[0]
+    assert gpu_report.raising(errors) == "raise: bad"
+    (text,) = gpu_report.left_out(errors)
+    assert "bad is left out" in text
+    assert "built for another CUDA" in text
 
 
 @on_cpu_only
@@ -137,6 +139,32 @@ def test_modes_that_differ_or_raise_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "| off by too much | **DIFFERS** | inf |" in result.text
     assert "| captured | **RAISES** " in result.text
     assert "Traceback" in result.text
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("_as_if_there_were_a_gpu")
+def test_what_raises_is_left_out_and_the_others_are_measured_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_of(mode: Mode, elements: int) -> Any:
+        if mode.name == "amsgrad":
+            raise MemoryError("too large")
+
+    counts = iter([RuntimeError("no profiler"), {"kernels": 0, "copies": 0, "waits": 2}])
+    monkeypatch.setattr(gpu_modes, "step_of", step_of)
+    monkeypatch.setattr(gpu_modes, "measured", lambda steps, *_: [{**MODE_ROW, "mode": mode.name} for mode in steps])
+    chosen = [Contender(name, "", None, PEER, lambda params: None) for name in (f"{EXACT} 1", f"{EXACT} 2")]
+    monkeypatch.setattr(gpu_report, "GPU_CONTENDERS", chosen)
+    monkeypatch.setattr(gpu_launches, "counted", lambda step: raised_or_returned(next(counts)))
+    peak, launches = gpu_report.peak_section(1000, 3), gpu_report.launches_section([(3,)])
+    assert (peak.problem, launches.problem) == ("raise: amsgrad", f"raise: {EXACT} 1")
+    assert "amsgrad is left out:\n\n```text\nTraceback" in peak.text
+    assert len(peak.mode_rows) == sum(mode.is_measured for mode in MODES) - 1
+    assert f"| {EXACT} 2 | not seen | not seen | 2 |" in launches.text
+
+
+def raised_or_returned(outcome: Any) -> Any:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 @on_cpu_only
@@ -180,7 +208,7 @@ def test_the_whole_report_quickly(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = (tmp_path / "gpu_report.md").read_text()
     assert code == 0, report
     assert report.count("| agrees |") == len(MODES)
-    assert report.count("| ok |") == 4
+    assert report.count("| ok |") == 3 + len(gpu_report.MEASURED_SUITES)
     for name in ("step_time.csv", "modes.csv", "step_time.png"):
         assert (tmp_path / name).stat().st_size
     is_virtual = torch.cuda.get_device_name().startswith("virtual")

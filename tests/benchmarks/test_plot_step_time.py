@@ -37,6 +37,17 @@ def test_every_bar_has_a_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(plot_step_time.COLOURS) == {*names, TORCHAO}
 
 
+def test_bars_that_are_all_at_1_have_an_axis_around_them() -> None:
+    rows = read_rows(ROOT / "benchmarks" / "results" / "step_time.csv")
+    figure = plot_step_time.figure_of(
+        [{**row, "median_s": "1", "q1_s": "1", "q3_s": "1", "ratio": "1"} for row in rows]
+    )
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        assert low <= 0.75
+        assert high >= 1.5
+
+
 def test_all_text_is_within_the_picture_and_can_be_read() -> None:
     figure = plot_step_time.figure_of(read_rows(ROOT / "benchmarks" / "results" / "step_time.csv"))
     figure.draw_without_rendering()

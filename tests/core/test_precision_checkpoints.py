@@ -71,17 +71,21 @@ def trained(dtype: torch.dtype, **options: Any) -> tuple[list[torch.nn.Parameter
     return params, optimizer
 
 
-def test_masters_become_float32_parameters() -> None:
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@HALVES
+def test_masters_become_float32_parameters(dtype: torch.dtype) -> None:
     """A run with masters goes on in float32 without losing what only they knew."""
-    params, optimizer = trained(torch.bfloat16, master_weights=True)
+    params, optimizer = trained(dtype, master_weights=True)
     wide = [torch.nn.Parameter(param.detach().float()) for param in params]
     fused(wide, GROUPS).load_state_dict(optimizer.state_dict())
     for param, own in zip(params, wide, strict=True):
-        assert torch.equal(own, optimizer.state[param]["master_param"])
+        assert torch.equal(own, optimizer.master_param(param))
 
 
 def test_masters_of_another_model_are_not_taken_over() -> None:
-    params, optimizer = trained(torch.bfloat16, master_weights=True)
+    params, optimizer = trained(torch.float16, master_weights=True)
     wide = [torch.nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in params]
     peer = fused(wide, GROUPS)
     with pytest.warns(UserWarning, match=r"do not hold their values \(3 of torch.float32\): they are dropped"):
@@ -90,15 +94,33 @@ def test_masters_of_another_model_are_not_taken_over() -> None:
     assert all("master_param" not in peer.state[param] for param in wide)
 
 
-def test_dropping_masters_warns_once() -> None:
-    """16-bit parameters without `master_weights=True` have no place for them."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_remainders_of_another_model_are_refused(dtype: torch.dtype, master_weights: bool) -> None:
+    """They mean something beside bfloat16 numbers only."""
     params, optimizer = trained(torch.bfloat16, master_weights=True)
+    others = [torch.nn.Parameter(torch.full_like(param, 1.001, dtype=dtype)) for param in params]
+    peer = fused(others, GROUPS, master_weights=master_weights and dtype == torch.float16)
+    with pytest.raises(ValueError, match=r"master_remainder for a parameter of shape \(700,\).*wanted one of torch.bf"):
+        peer.load_state_dict(optimizer.state_dict())
+    assert all(bool((other == torch.tensor(1.001).to(dtype)).all()) for other in others)
+    assert not peer.state
+    damaged = optimizer.state_dict()
+    damaged["state"][1]["master_remainder"] = damaged["state"][1]["master_remainder"].float()
+    with pytest.raises(ValueError, match=r"master_remainder of torch.float32, wanted torch.int16"):
+        fused(params, GROUPS, master_weights=True).load_state_dict(damaged)
+
+
+@HALVES
+def test_dropping_masters_warns_once(dtype: torch.dtype) -> None:
+    """16-bit parameters without `master_weights=True` have no place for them."""
+    params, optimizer = trained(dtype, master_weights=True)
     saved = optimizer.state_dict()
     peer = fused(params, GROUPS)
-    with pytest.warns(UserWarning, match=r"\(3 of torch.bfloat16\).* dropped.*master_weights=True") as warned:
+    with pytest.warns(UserWarning, match=rf"\(3 of {dtype}\).* dropped.*master_weights=True") as warned:
         peer.load_state_dict(saved)
     assert [warning.filename for warning in warned] == [__file__]
-    assert "master_param" not in peer.state[params[0]]
+    assert not [key for key in peer.state[params[0]] if "master" in key]
     for param, state in zip(params, saved["state"].values(), strict=True):
         state["master_param"] = param.detach().float()
     peer.load_state_dict(saved)  # nothing is lost: no warning, which would be an error here
@@ -114,7 +136,7 @@ def test_a_float32_run_goes_on_with_masters() -> None:
     group["lr"] = 0.0
     run(narrow, random_grads(SHAPES, 1, torch.bfloat16), peer)
     for param in narrow:
-        assert torch.equal(peer.state[param]["master_param"], param.detach().float())
+        assert torch.equal(peer.master_param(param), param.detach().float())
 
 
 def test_moments_take_the_dtype_that_was_asked_for() -> None:
@@ -129,34 +151,43 @@ def test_moments_take_the_dtype_that_was_asked_for() -> None:
     assert back.state[params[0]]["exp_avg"].dtype == torch.float32
 
 
-def foreign_state(step_in_group: bool, with_masters: bool) -> tuple[list[torch.nn.Parameter], dict[str, Any]]:
-    """As apex (step in the group, an int), TransformerEngine (masters too) and DeepSpeed (an int in the state) save."""
+def foreign_state(step_in_group: bool, masters: str) -> tuple[list[torch.nn.Parameter], dict[str, Any]]:
+    """As apex (step in the group, an int), TransformerEngine (masters, or their remainders under the same name) and
+    DeepSpeed (an int in the state) save."""
     params = random_params(SHAPES, torch.bfloat16)
     state = {}
     for i, param in enumerate(params):
         state[i] = {"exp_avg": torch.randn(param.shape), "exp_avg_sq": torch.rand(param.shape)}
         if not step_in_group:
             state[i]["step"] = 7
-        if with_masters:
-            state[i]["master_param"] = param.detach().float() + 1e-4
+        if masters == "float32":
+            state[i]["master_param"] = param.detach().float() * (1 + 2**-10)
+        elif masters == "int16":
+            state[i]["master_param"] = torch.full(param.shape, -5000, dtype=torch.int16)
     group = {"params": [0, 1, 2], "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     group |= {"bias_correction": True, "step": 7} if step_in_group else {}
     return params, {"state": state, "param_groups": [group]}
 
 
-@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("masters", ["none", "float32", "int16"])
 @pytest.mark.parametrize("step_in_group", [True, False])
-def test_state_of_other_libraries_loads(step_in_group: bool, with_masters: bool) -> None:
-    params, saved = foreign_state(step_in_group, with_masters)
+def test_state_of_other_libraries_loads(step_in_group: bool, masters: str) -> None:
+    params, saved = foreign_state(step_in_group, masters)
+    expected = [param.detach().float() for param in params]
+    if masters == "float32":
+        expected = [state["master_param"] for state in saved["state"].values()]
+    elif masters == "int16":
+        expected = [(master.view(torch.int32) - 5000).view(torch.float32) for master in expected]
     optimizer = fused(params, GROUPS, master_weights=True)
     with pytest.warns(UserWarning, match="keeping weight_decay=0.002"):
         optimizer.load_state_dict(saved)
     assert "step" not in optimizer.param_groups[0]
     assert optimizer.param_groups[0]["bias_correction"] is True
     assert optimizer.param_groups[0]["lr"] == 1e-4
+    optimizer.param_groups[0]["lr"] = 0.0
     run(params, random_grads(SHAPES, 1, torch.bfloat16), optimizer)
     assert {float(optimizer.state[param]["step"]) for param in params} == {8.0}
-    assert all(optimizer.state[param]["master_param"].dtype == torch.float32 for param in params)
+    assert all(map(torch.equal, map(optimizer.master_param, params), expected))
 
 
 def test_decoupled_takes_adamw_s_weight_decay() -> None:

@@ -66,9 +66,10 @@ def take_step(model: torch.nn.Module, optimizer: FusedAdamS) -> None:
     optimizer.step()
 
 
-def masters_after(write: Write) -> bool:
-    """Whether a step goes on from what was written, as a run does that starts there with the same moments."""
-    model, optimizer = new_run(torch.bfloat16, master_weights=True)
+def masters_after(write: Write, dtype: torch.dtype) -> bool:
+    """Whether a step goes on from what was written, as a run does that starts there with the same moments, and with
+    what masters have beyond bfloat16, but without float32 masters."""
+    model, optimizer = new_run(dtype, master_weights=True)
     for _ in range(2):
         take_step(model, optimizer)
     write(model, optimizer)
@@ -76,8 +77,8 @@ def masters_after(write: Write) -> bool:
         assert bool((whole(param) == VALUE).all()), "the write itself"
     state = copy.deepcopy(optimizer.state_dict())
     for values in state["state"].values():
-        del values["master_param"]
-    other_model, other = new_run(torch.bfloat16, master_weights=True)
+        values.pop("master_param", None)
+    other_model, other = new_run(dtype, master_weights=True)
     filled(other_model, other)
     other.load_state_dict(state)
     take_step(model, optimizer)
@@ -115,14 +116,20 @@ MEANS = [
 ]
 
 
+HALVES = [torch.bfloat16, torch.float16]
+
+
 def cases() -> dict[Any, bool]:
-    masters: dict[Any, bool] = {write.__name__: masters_after(write) for write in WRITES_TO_PARAMS}
+    masters: dict[Any, bool] = {
+        (write.__name__, dtype): masters_after(write, dtype) for write in WRITES_TO_PARAMS for dtype in HALVES
+    }
     return masters | {case: mean_after_a_write(*case) for case in MEANS}
 
 
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("write", [write.__name__ for write in WRITES_TO_PARAMS])
-def test_masters_follow(write: str) -> None:
-    assert [answers[write] for answers in once_on_ranks(2, cases)] == [True, True]
+def test_masters_follow(write: str, dtype: torch.dtype) -> None:
+    assert [answers[write, dtype] for answers in once_on_ranks(2, cases)] == [True, True]
 
 
 @pytest.mark.parametrize("case", MEANS, ids=str)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from tests.fuzz.layouts import exact_copy, same_bits
+from tests.masters_definition import master_of
 
 Snapshot = tuple[list[Tensor], list[dict[str, Tensor]], int]
 
@@ -27,9 +28,9 @@ class Trained(NamedTuple):
 
 def weights(param: Tensor, state: dict[str, Any]) -> Tensor:
     """What a step starts from: the master, but where someone has written to the parameter."""
-    master = state.get("master_param")
-    if master is None:
-        return param
+    master = master_of(param, state)
+    if "master_param" not in state:
+        return master
     return torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
 
 

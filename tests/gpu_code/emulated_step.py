@@ -17,7 +17,9 @@ from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.state.rounding import rounding_start
+from swd_fused.tensors.bucket import NO_GRAD
 from swd_fused.tensors.hyper import hyper_row
+from tests.masters_definition import master_of
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics
@@ -64,7 +66,8 @@ class EmulatedStep:
         if self.variant.amsgrad:
             self.columns[tables.TENSOR.max_exp_avg_sq] = self._put_zeros(self.dtypes.averaged, offset)
         if self.variant.master:
-            self.columns[tables.TENSOR.master] = self._put_all(params, self.dtypes.weight, offset)
+            starts = [torch.zeros_like(param) for param in params] if self.dtypes.weight == torch.int16 else params
+            self.columns[tables.TENSOR.master] = self._put_all(starts, self.dtypes.weight, offset)
         self.scales = {
             key: {i: self._put(np.zeros(scales_shape(self.shapes[i]), np.float32)) for i in self.coded}
             for key in ("exp_avg", "exp_avg_sq")
@@ -98,6 +101,11 @@ class EmulatedStep:
         self._write(self.at["grad_scale"], np.array([grad_scale], np.float32).view(np.uint8))
         self._write(self.at["found_inf"], np.array([found_inf], np.float32).view(np.uint8))
 
+    def drop_grad(self, tensor: int) -> None:
+        """From now on the tensor has none."""
+        row = self.at["tensors"] + 8 * tensor * tables.TENSOR.columns
+        self._write(row + 8 * tables.TENSOR.grad, np.array([NO_GRAD]).view(np.uint8))
+
     def launch(self, kernel: str, seed: int | None = None, find_races: bool = False) -> Statistics:
         binary = submit(kernel, self.arch, self.configuration).result()
         names = [name for name in getattr(kernels, kernel).arg_names if name in self.at or name in self.numbers]
@@ -114,8 +122,9 @@ class EmulatedStep:
 
     def forget_sums(self, segments: int | None = None) -> None:
         """Makes the sums of the first `segments`, or of all, out of date."""
-        count = tables.SUM.columns * (len(self.segments) if segments is None else segments)
-        self._write(self.at["sums"], np.full(count, -1.0).view(np.uint8))
+        sums = self.get("sums").reshape(-1, tables.SUM.columns)
+        sums[:segments, [tables.SUM.total, tables.SUM.step]] = -1.0
+        self._write(self.at["sums"], sums.view(np.uint8).ravel())
 
     def tensors(self, column: int) -> list[Tensor]:
         """By a column of `tables.TENSOR`."""
@@ -148,7 +157,9 @@ class EmulatedStep:
     @property
     def weights(self) -> list[Tensor]:
         """What is updated: masters, or the parameters themselves."""
-        return self.tensors(tables.TENSOR.master) if self.variant.master else self.params
+        masters = self.tensors(tables.TENSOR.master) if self.variant.master else self.params
+        key = "master_remainder" if self.dtypes.weight == torch.int16 else "master_param"
+        return [master_of(param, {key: master}) for param, master in zip(self.params, masters, strict=True)]
 
     def state(self) -> list[Tensor]:
         """Parameters, moments and masters."""

@@ -21,15 +21,23 @@ from .machine_code import MachineCode, read_amdgcn, read_cubin
 
 PROCESSES = 2
 ARCHITECTURES: list[int | str] = [80, 90, 100, 120, "gfx942"]
-# For which a few kernels are compiled, since all would take too long: a T4; an RTX 3090 or A10; an RTX 4090 or L4,
-# whose code is that of sm_86.
+# For which one kernel of each kind is compiled, since all would take too long: a T4; an RTX 3090 or A10; an RTX 4090 or
+# L4, whose code is that of sm_86. Exact steps can clip; bfloat16 in 8 bits rounds by chance.
+EACH_KIND = (
+    ("exact_step_kernel", "fp32"),
+    ("exact_step_kernel", "bf16"),
+    ("exact_step_kernel", "bf16 with masters"),
+    ("exact_step_kernel", "fp32 in 8 bits"),
+    ("lagged_step_kernel", "fp32"),
+    ("lagged_step_kernel", "bf16 in 8 bits"),
+)
 FURTHER_ARCHITECTURES = {
-    75: ("fp32", "bf16", "bf16 rounded by chance", "fp32 in 8 bits"),
-    86: ("fp32", "bf16", "bf16 rounded by chance", "fp32 in 8 bits"),
-    89: ("fp32", "bf16"),
+    75: EACH_KIND,
+    86: EACH_KIND,
+    89: (("exact_step_kernel", "fp32"), ("lagged_step_kernel", "bf16 in 8 bits")),
 }
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+F32, F64, BF16, F16, I16 = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16
 PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
 
 
@@ -44,7 +52,8 @@ CONFIGURATIONS = {
     "fp16": Configuration(Dtypes(F16, F16, F32, F32, F32, F16)),
     "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64, F64)),
     "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32, F32)),
-    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(master=True)),
+    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(master=True)),
+    "fp16 with masters": Configuration(Dtypes(F16, F16, F32, F32, F32, F32), PLAIN._replace(master=True)),
     "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
     "bf16 with bf16 exp_avg": Configuration(Dtypes(BF16, BF16, BF16, F32, F32, BF16)),
     "fp32 in 8 bits": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True)),
@@ -52,7 +61,7 @@ CONFIGURATIONS = {
         Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(coded=True, stochastic=True)
     ),
     "bf16 with masters in 8 bits": Configuration(
-        Dtypes(BF16, BF16, F32, F32, F32, F32), PLAIN._replace(coded=True, master=True)
+        Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(coded=True, master=True)
     ),
     "fp32 amsgrad in 8 bits": Configuration(
         Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)

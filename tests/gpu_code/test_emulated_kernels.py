@@ -13,6 +13,7 @@ from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.tensors.element_numbers import ElementNumbers
 from tests.definition import WRONG, AdamS, AgreesElsewhere, AgreesWithAll, AgreesWithGradient, MeanOfStepBefore
+from tests.masters_definition import nearest
 from tests.runs import defined, error, fused, moments, random_grads, random_params
 
 from .emulated_step import Change, EmulatedStep
@@ -67,6 +68,7 @@ def take_steps(
 
 PRECISION: dict[str, dict[str, Any]] = {
     "bf16 with masters": {"master_weights": True},
+    "fp16 with masters": {"master_weights": True},
     "bf16 with bf16 exp_avg": {"state_dtype": torch.bfloat16},
     "fp32 amsgrad": {"amsgrad": True},
 }
@@ -133,7 +135,7 @@ def plain_run(
             param.grad = grad.clone()
         optimizer.step()
     state = {key: moments(optimizer, copies, key) for key in optimizer.state[copies[0]]}
-    return {**state, "weight": state.get("master_param", list(copies))}
+    return {**state, "weight": [optimizer.master_param(param) for param in copies]}
 
 
 @pytest.mark.parametrize("definition", [AgreesWithAll, AgreesElsewhere, AgreesWithGradient])
@@ -169,13 +171,13 @@ def test_sixty_tensors_of_all_sizes_take_their_steps_together() -> None:
     assert error(model.weights, right) <= 2 * error(plain_run("fp32", params, grads, groups)["weight"], right)
 
 
-@pytest.mark.parametrize("configuration", ["bf16 with masters"])
+@pytest.mark.parametrize("configuration", ["bf16 with masters", "fp16 with masters"])
 def test_parameters_are_their_masters_rounded(configuration: str) -> None:
     params, grads = start(configuration)
     model = EmulatedStep(configuration, params, two_groups(len(params)))
     take_steps(model, grads)
     for param, master in zip(model.params, model.weights, strict=True):
-        assert torch.equal(param, master.to(torch.bfloat16))
+        assert torch.equal(param, nearest(master, param.dtype))
 
 
 def test_stochastic_rounding_has_the_bits_of_the_definition_in_pytorch() -> None:
@@ -235,17 +237,25 @@ def test_with_beta1_zero_exp_avg_is_the_gradient() -> None:
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
-    """Bit for bit, so that a resumed run is the uninterrupted one."""
-    params, grads = start(configuration)
+    check_sums_that_steps_leave(configuration, SHAPES)
+
+
+def check_sums_that_steps_leave(configuration: str, shapes: list[tuple[int, ...]]) -> None:
+    """Bit for bit, so that a resumed run is the uninterrupted one. One tensor has no gradient in the second step."""
+    params, grads = start(configuration, shapes)
     model = EmulatedStep(configuration, params, two_groups(len(params)), programs=3)
     for kernel in (EXACT, LAGGED):
         model.set_grads(grads[0])
         model.launch(kernel)
-        left = model.get("sums")
-        assert (left > 0).all()
+        if kernel == EXACT:
+            model.launch("last_exp_avg_sq_sum_kernel")  # which lagged steps find themselves
+            model.drop_grad(1)
+        left = [model.get(name) for name in ("sums", "last")]
+        assert all((sums > 0).all() for sums in left)
         model.forget_sums()
         model.launch("stored_sums_kernel")
-        np.testing.assert_array_equal(model.get("sums"), left)
+        model.launch("last_exp_avg_sq_sum_kernel")
+        np.testing.assert_array_equal(np.concatenate([model.get("sums"), model.get("last")]), np.concatenate(left))
 
 
 def test_sums_are_read_again_only_where_others_have_stepped_a_tensor() -> None:
@@ -306,7 +316,8 @@ BYTES = [
     (EXACT, "fp32 cautious", 4 + 16 + 12),
     (EXACT, "bf16", 2 + 12 + 10),
     (LAGGED, "bf16", 12 + 10),
-    (EXACT, "bf16 with masters", 2 + 14 + 14),
+    (EXACT, "bf16 with masters", 2 + 14 + 12),
+    (EXACT, "fp16 with masters", 2 + 14 + 14),
     (EXACT, "bf16 with bf16 exp_avg", 2 + 10 + 8),
     (EXACT, "fp32 amsgrad", 4 + 12 + 20 + 16),
 ]

@@ -24,6 +24,7 @@ TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
+    torch.int16: tl.int16,  # remainders of masters
 }
 
 

@@ -87,7 +87,7 @@ class Dtypes(NamedTuple):
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
     averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq itself
-    weight: torch.dtype  # of what is updated: masters, or parameters themselves
+    weight: torch.dtype  # of what is updated: masters, their remainders in int16, or parameters themselves
 
     @property
     def compute(self) -> torch.dtype:

@@ -13,6 +13,7 @@ import triton.language as tl
 from swd_fused.backends.triton.kernels import eight_bit
 from swd_fused.backends.triton.kernels.eight_bit import BLOCK_LENGTH, Tiling
 from swd_fused.backends.triton.kernels.element import next_max, square_root, update_element
+from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import elements, operands_of
 from swd_fused.backends.triton.kernels.rounding import moment_key, segment_rounding, stochastically_rounded_in_blocks
 from swd_fused.backends.triton.kernels.segments import next_max_scalars, segment_scalars
@@ -50,11 +51,11 @@ def scales_of(segment, blocks):
 
 @triton.jit
 def update_coded_segment(
-    segment, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
+    segment, sums_row, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
     """Returns what `segments.update_segment` does."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
-    scalars = segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG)
+    scalars = segment_scalars(segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
     blocks = eight_bit.segment_blocks(segment)
     operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
     key = moment_key(rounding_start, segment, step)
@@ -98,7 +99,11 @@ def update_tile(
     """Returns by block the sum of the second moments whose mean is the schedule, as they are stored, and grad^2 added
     within threads, at once, or gradients would take registers to the end."""
     g = eight_bit.load_tile(operands.grad, tile, CONFIG.compute, VECTOR)
-    p = eight_bit.load_tile(operands.weight, tile, CONFIG.compute, VECTOR)
+    if CONFIG.weight == tl.int16:
+        bits = eight_bit.load_tile(operands.param.to(tl.pointer_type(tl.int16)), tile, tl.int32, VECTOR)
+        p = joined_master(bits, eight_bit.load_tile(operands.weight, tile, tl.int32, VECTOR)).to(CONFIG.compute)
+    else:
+        p = eight_bit.load_tile(operands.weight, tile, CONFIG.compute, VECTOR)
     m = eight_bit.decoded(operands.exp_avg, scales.exp_avg, tile, blocks, CONFIG.compute, VECTOR)
     root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
     v = root * root
@@ -107,7 +112,10 @@ def update_tile(
         largest = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
     squares = tl.sum(g * g, axis=0) if SUM_GRADS else 0
     p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
-    if CONFIG.master:
+    if CONFIG.weight == tl.int16:
+        p, remainder = split_master(p)
+        eight_bit.store_tile(operands.weight, remainder, tile, VECTOR)
+    elif CONFIG.master:
         eight_bit.store_tile(operands.weight, p, tile, VECTOR)
     if CONFIG.stochastic:
         p = stochastically_rounded_in_blocks(p, rounding, tile.offset, tile.inside)

@@ -64,7 +64,6 @@ def lagged_step_kernel(
     if is_last(counter, 1):
         if not skip:
             passes.advance_steps(tables, n_tensors)
-            tl.debug_barrier()
             store_last(last, tables, sums, n_segments)
         store_results(results, exp_avg_sq_mean, unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum)), skip)
 
@@ -114,8 +113,11 @@ def stored_sums_kernel(sums, steps, tensors, segments, program_segments, hyper, 
 
 @triton.jit(do_not_specialize=["n_segments"])
 def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, program_segments, hyper, n_segments):
-    """One program."""
-    store_last(last, Tables(steps, tensors, segments, program_segments, hyper), sums, n_segments)
+    """One program. Weights are found anew, since nobody may have left them yet, or with other betas."""
+    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    passes.weigh_sums(tables, sums, n_segments)
+    tl.debug_barrier()
+    store_last(last, tables, sums, n_segments)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ Tables = namedtuple("Tables", "steps tensors segments program_segments hyper")
 # A stretch of a tensor: the tensor's index, pointers to its rows in the tables, its first element and their number.
 Segment = namedtuple("Segment", "tensor row codec_row hyper_row start count")
 
-# Pointers to a segment's first elements. `weight` is what is updated: masters, or parameters themselves.
+# Pointers to a segment's first elements. `weight` is what is updated: masters, what these are beside bfloat16
+# parameters, or parameters themselves.
 Operands = namedtuple("Operands", "param weight exp_avg exp_avg_sq max_exp_avg_sq grad")
 
 
@@ -69,7 +70,7 @@ def load_block(tensor, offsets, count, COMPUTE: tl.constexpr, VECTOR: tl.constex
     if VECTOR > 0:
         block = tl.load(tl.multiple_of(tensor + offsets, tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR))
     else:
-        block = tl.load(tensor + offsets, mask=offsets < count, other=0.0)
+        block = tl.load(tensor + offsets, mask=offsets < count, other=0)
     return block.to(COMPUTE)
 
 

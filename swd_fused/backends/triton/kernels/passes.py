@@ -13,6 +13,9 @@ from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, SLOT
 # Rows of a table that are added at once.
 ROWS = tl.constexpr(128)
 
+# How many times so many at the end of a lagged step.
+BLOCKS_OF_ROWS = tl.constexpr(4)
+
 
 @triton.jit
 def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
@@ -69,20 +72,21 @@ def update(
     for i in range(end - first):
         index = end - 1 - i
         segment = segment_at(tables, index)
+        row = sums + index * SUM.columns
         if has_grad(segment):
             step = tl.load(tables.steps + segment.tensor) + 1
             if CONFIG.coded and has_codes(segment):
                 total, squares = coded_segments.update_coded_segment(
-                    segment, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
+                    segment, row, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             else:
                 total, squares = segments.update_segment(
-                    segment, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
+                    segment, row, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             # Read once more, or it would take registers from every block in between.
             updated = segment_at(tables, index)
-            tl.store(sums + index * SUM.columns + SUM.total, total)
-            tl.store(sums + index * SUM.columns + SUM.step, tl.load(tables.steps + updated.tensor) + 1)
+            tl.store(row + SUM.total, total)
+            tl.store(row + SUM.step, tl.load(tables.steps + updated.tensor) + 1)
             if SUM_GRADS:
                 grad_sum += segments.kept_squares(squares, updated, CONFIG.grad, CONFIG.compute)
     if SUM_GRADS:
@@ -118,24 +122,40 @@ def total_of(slots, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def weigh_sums(tables, sums, n_segments):
+    """Finds what a lagged step leaves in `sums` as weights, also of segments whose tensors have no gradient in it."""
+    lanes = tl.arange(0, ROWS)
+    for begin in range(0, n_segments, ROWS):
+        mask = begin + lanes < n_segments
+        tensor = tl.load(tables.segments + (begin + lanes) * SEGMENT.columns + SEGMENT.tensor, mask=mask, other=0)
+        group = tl.load(tables.tensors + tensor * TENSOR.columns + TENSOR.group, mask=mask, other=0)
+        beta2 = tl.load(tables.hyper + group * HYPER.columns + HYPER.beta2, mask=mask, other=0.0)
+        corrects_bias = tl.load(tables.hyper + group * HYPER.columns + HYPER.corrects_bias, mask=mask, other=0.0)
+        step = tl.load(tables.steps + tensor, mask=mask, other=0.0)
+        bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
+        weight = tl.where(step > 0, 1 / tl.where(step > 0, bias_correction2, 1.0), 0.0)
+        tl.store(sums + (begin + lanes) * SUM.columns + SUM.weight, weight, mask=mask)
+
+
+@triton.jit
 def last_exp_avg_sq_sum(tables, sums, n_segments):
-    """The sum of v^ as the step before left it, and its count, over tensors that have taken a step."""
+    """The sum of v^ as the step before left it, and its count, over tensors that have taken a step.
+
+    One program adds all segments when the others have gone: so no load waits for another, and several are on their way.
+    Not as longer blocks, whose layout among threads, and by that the order of additions, would depend on the kernel.
+    """
     lanes = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float64)
     numel = tl.zeros([ROWS], tl.float64)
-    for begin in range(0, n_segments, ROWS):
-        mask = begin + lanes < n_segments
-        rows = tables.segments + (begin + lanes) * SEGMENT.columns
-        tensor = tl.load(rows + SEGMENT.tensor, mask=mask, other=0)
-        group = tl.load(tables.tensors + tensor * TENSOR.columns + TENSOR.group, mask=mask, other=0)
-        beta2 = tl.load(tables.hyper + group * HYPER.columns + HYPER.beta2, mask=mask, other=0.0)
-        step = tl.load(tables.steps + tensor, mask=mask, other=0.0)
-        corrects_bias = tl.load(tables.hyper + group * HYPER.columns + HYPER.corrects_bias, mask=mask, other=0.0)
-        bias_correction2 = bias_correction(beta2, step, tl.max(step), corrects_bias)
-        stepped = step > 0
-        exp_avg_sq_sum = tl.load(sums + (begin + lanes) * SUM.columns + SUM.total, mask=mask, other=0.0)
-        total += tl.where(stepped, exp_avg_sq_sum / tl.where(stepped, bias_correction2, 1.0), 0.0)
-        numel += tl.where(stepped, tl.load(rows + SEGMENT.length, mask=mask, other=0), 0).to(tl.float64)
+    for begin in range(0, n_segments, BLOCKS_OF_ROWS * ROWS):
+        for block in tl.static_range(BLOCKS_OF_ROWS):
+            index = begin + block * ROWS + lanes
+            mask = index < n_segments
+            exp_avg_sq_sum = tl.load(sums + index * SUM.columns + SUM.total, mask=mask, other=0.0)
+            weight = tl.load(sums + index * SUM.columns + SUM.weight, mask=mask, other=0.0)
+            length = tl.load(tables.segments + index * SEGMENT.columns + SEGMENT.length, mask=mask, other=0)
+            total += tl.where(weight > 0, weight * exp_avg_sq_sum, 0.0)
+            numel += tl.where(weight > 0, length, 0).to(tl.float64)
     return tl.sum(total), tl.sum(numel)
 
 
@@ -146,14 +166,13 @@ def advance_steps(tables, n_tensors):
     for begin in range(0, n_tensors, ROWS):
         where = tables.steps + begin + lanes
         mask = begin + lanes < n_tensors
-        grads = tables.tensors + (begin + lanes) * TENSOR.columns + TENSOR.grad
-        mask = mask & (tl.load(grads, mask=mask, other=-1) != -1)
-        tl.store(where, tl.load(where, mask=mask) + 1, mask=mask)
+        grads = tl.load(tables.tensors + (begin + lanes) * TENSOR.columns + TENSOR.grad, mask=mask, other=-1)
+        tl.store(where, tl.load(where, mask=mask) + 1, mask=mask & (grads != -1))
 
 
 @triton.jit
 def has_grad(segment):
-    """Whether the tensor takes part in the step: address_table.NO_GRAD stands for a gradient that is not there."""
+    """Whether the tensor takes part in the step: bucket.NO_GRAD stands for a gradient that is not there."""
     return tl.load(segment.row + TENSOR.grad) != -1
 
 

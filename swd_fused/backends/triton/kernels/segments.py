@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import Scalars, next_max, update_element
+from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor, opposed_decay_factor
-from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, TENSOR
+from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, SUM, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
 # memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
@@ -123,15 +124,21 @@ def next_max_block(operands, offsets, count, scalars, COMPUTE: tl.constexpr, VEC
 
 
 @triton.jit
-def segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.constexpr):
+def segment_scalars(
+    segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
+):  # fmt: skip
+    """Leaves the weight of the segment's sum, with SUM_GRADS: in lagged steps."""
     row = segment.hyper_row
     beta1, beta2 = tl.load(row + HYPER.beta1), tl.load(row + HYPER.beta2)
     corrects_bias = tl.load(row + HYPER.corrects_bias)
+    bias_correction2 = bias_correction(beta2, step, step, corrects_bias)
+    if SUM_GRADS:
+        tl.store(sums_row + SUM.weight, 1 / bias_correction2)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
         # Compilers leave out what is multiplied by a constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
-        (1 / tl.sqrt(bias_correction(beta2, step, step, corrects_bias))).to(CONFIG.compute),
+        (1 / tl.sqrt(bias_correction2)).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
         decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
         (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
@@ -144,10 +151,12 @@ def segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.cons
 
 
 @triton.jit
-def update_segment(segment, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr):
+def update_segment(
+    segment, sums_row, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
+):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
-    scalars = segment_scalars(segment, step, exp_avg_sq_mean, grad_factor, CONFIG)
+    scalars = segment_scalars(segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
     operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
     whole, rest = whole_and_rest(segment, CONFIG)
@@ -182,14 +191,21 @@ def update_blocks(
 def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constexpr, VECTOR: tl.constexpr):
     """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
     g = load_block(operands.grad, offsets, count, CONFIG.compute, VECTOR)
-    p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
+    if CONFIG.weight == tl.int16:
+        bits = load_block(operands.param.to(tl.pointer_type(tl.int16)), offsets, count, tl.int32, VECTOR)
+        p = joined_master(bits, load_block(operands.weight, offsets, count, tl.int32, VECTOR)).to(CONFIG.compute)
+    else:
+        p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
     m = load_block(operands.exp_avg, offsets, count, CONFIG.compute, VECTOR)
     v = load_block(operands.exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
     largest = v
     if CONFIG.amsgrad:
         largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
     p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
-    if CONFIG.master:
+    if CONFIG.weight == tl.int16:
+        p, remainder = split_master(p)
+        store_block(operands.weight, remainder, offsets, count, VECTOR)
+    elif CONFIG.master:
         store_block(operands.weight, p, offsets, count, VECTOR)
     if CONFIG.stochastic:
         p = stochastically_rounded(p, rounding, offsets)

@@ -68,7 +68,7 @@ class _OnSameMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         on_gpu = any(_is_cuda(x) or (isinstance(x, torch.device) and x.type == "cuda") for x in leaves)
-        if not on_gpu or func in NEEDS_NO_KERNEL or _is_view(func):
+        if not on_gpu or func in NEEDS_NO_KERNEL or _is_view(func) or _communicates(func):
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return _copy(*args, **kwargs)
@@ -94,6 +94,12 @@ def _is_cuda(x: object) -> bool:
 
 def _is_view(func: Any) -> bool:
     return any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def _communicates(func: Any) -> bool:
+    """Whether ranks exchange something. Gloo copies to the host itself, and whoever waits for it waits for a GPU too.
+    Queued as an operation it would run where nobody waits for it."""
+    return bool(func.namespace == "c10d")
 
 
 def _takes_only_the_shape(func: Any) -> bool:
