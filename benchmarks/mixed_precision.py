@@ -1,9 +1,9 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
-float32, without and with clipping; bfloat16 parameters and gradients with float32 masters, as offloading keeps them;
-float16 with a GradScaler; and what FusedAdamS with offload=True does on the host, where gradients are in host memory
-and the GPU has summed their squares. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is
-installed and builds. What it computes is AdamW, as does FusedAdamS with decay="decoupled".
+float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters, as
+offloading keeps them; float16 with a GradScaler; and what FusedAdamS with offload=True does on the host, where
+gradients are in host memory and the GPU has summed their squares. In each the contenders take turns. DeepSpeedCPUAdam
+takes part where it is installed and builds. What it computes is AdamW, as does FusedAdamS with decay="decoupled".
 """
 
 from __future__ import annotations
@@ -112,6 +112,18 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
                 "FusedAdamS exact": fused_adams(),
                 "FusedAdamS lagged": fused_adams(schedule="lagged"),
                 "FusedAdamS decoupled": fused_adams(decay="decoupled"),
+            },
+        ),
+        "kinds of decay, float32": (
+            torch.float32,
+            {
+                "FusedAdamS exact": fused_adams(),
+                "the same, corrected": fused_adams(corrected_decay=True),
+                "the same, cautious": fused_adams(cautious_decay=True),
+                "FusedAdamS decoupled": fused_adams(decay="decoupled"),
+                "the same, corrected (AdamC)": fused_adams(decay="decoupled", corrected_decay=True),
+                "the same, cautious (AdamW)": fused_adams(decay="decoupled", cautious_decay=True),
+                "FusedAdamS independent": fused_adams(decay="independent"),
             },
         ),
         "float32 with clipping": (

@@ -315,11 +315,12 @@ def test_mixed_precision_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(SUITES, "one-1M", Suite(((300,), (80, 64)), repeats=1))
     mixed_precision.main(["--suite", "one-1M", "--repeats", "2", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "mixed_precision.csv")
-    settings = {"float32", "float32 with clipping", "bfloat16 with masters", "float16 with GradScaler"}
+    settings = {"float32", "kinds of decay, float32", "float32 with clipping"}
+    settings |= {"bfloat16 with masters", "float16 with GradScaler"}
     settings |= {f"host part of offload: {name}" for name in ("float32", "bfloat16, masters", "bfloat16, 8bit")}
     assert {row["setting"] for row in rows} == settings
     assert all(float(row["ratio"]) == 1.0 for row in rows if row["contender"] == row["peer"])
-    assert sum("FusedAdamS" in row["contender"] for row in rows) == 7 + 3 * 3
+    assert sum("FusedAdamS" in row["contender"] for row in rows) == 10 + 3 * 3
 
 
 def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
