@@ -25,7 +25,7 @@ SWD_INLINE SplitMaster split_master(uint32_t master) {
 // remainder, which cannot belong to such a parameter, counts as 0.
 SWD_INLINE uint32_t joined_master(uint16_t param, int16_t remainder) {
   const uint32_t magnitude = param & 0x7FFFu;
-  const bool is_stale = (magnitude == 0 && remainder < 0) || (magnitude == 0x7F80u && remainder > 0);
+  const bool is_stale = ((magnitude == 0) & (remainder < 0)) | ((magnitude == 0x7F80u) & (remainder > 0));
   return (static_cast<uint32_t>(param) << 16) + (is_stale ? 0u : static_cast<uint32_t>(int32_t{remainder}));
 }
 

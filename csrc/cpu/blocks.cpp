@@ -66,37 +66,26 @@ SWD_INLINE void store_each(To* __restrict dst, int64_t stride, const T* __restri
 // --- Masters in two bytes
 
 template <typename T>
-SWD_INLINE void join_each(T* __restrict block, const int16_t* __restrict remainders, int64_t stride, int64_t n) {
-  const auto join = [&](int64_t i, int16_t remainder) SWD_INLINE_LAMBDA {
-    const float param = static_cast<float>(block[i]);
-    uint32_t bits;
-    std::memcpy(&bits, &param, sizeof bits);
-    const uint32_t joined = joined_master(static_cast<uint16_t>(bits >> 16), remainder);
+SWD_INLINE void join_each(T* __restrict block, const uint16_t* __restrict params, const uint16_t* __restrict remainders,
+                          int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = joined_master(params[i], static_cast<int16_t>(remainders[i]));
     float master;
-    std::memcpy(&master, &joined, sizeof joined);
+    std::memcpy(&master, &bits, sizeof master);
     block[i] = static_cast<T>(master);
-  };
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) join(i, remainders[i]);
-  } else {
-    for (int64_t i = 0; i < n; ++i) join(i, remainders[i * stride]);
   }
 }
 
 template <typename T>
-SWD_INLINE void split_each(int16_t* __restrict remainders, int64_t stride, T* __restrict block, int64_t n) {
-  const auto split = [&](int64_t i) SWD_INLINE_LAMBDA {
+SWD_INLINE void split_each(uint16_t* __restrict params, uint16_t* __restrict remainders, const T* __restrict block,
+                           int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
     const float master = static_cast<float>(block[i]);
     uint32_t bits;
     std::memcpy(&bits, &master, sizeof bits);
     const SplitMaster parts = split_master(bits);
-    block[i] = static_cast<T>(widen(BFloat16Bits{parts.param}));
-    return parts.remainder;
-  };
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) remainders[i] = split(i);
-  } else {
-    for (int64_t i = 0; i < n; ++i) remainders[i * stride] = split(i);
+    params[i] = parts.param;
+    remainders[i] = static_cast<uint16_t>(parts.remainder);
   }
 }
 
@@ -259,11 +248,11 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
   SWD_STORAGE(T, double)                                                                                            \
   SWD_STORAGE(T, BFloat16Bits)                                                                                      \
   SWD_STORAGE(T, Float16Bits)                                                                                       \
-  SWD_CLONES void join_masters(T* block, const int16_t* remainders, int64_t stride, int64_t n) {                    \
-    join_each(block, remainders, stride, n);                                                                        \
+  SWD_CLONES void join_masters(T* block, const uint16_t* params, const uint16_t* remainders, int64_t n) {           \
+    join_each(block, params, remainders, n);                                                                        \
   }                                                                                                                 \
-  SWD_CLONES void split_masters(int16_t* remainders, int64_t stride, T* block, int64_t n) {                         \
-    split_each(remainders, stride, block, n);                                                                       \
+  SWD_CLONES void split_masters(uint16_t* params, uint16_t* remainders, const T* block, int64_t n) {                \
+    split_each(params, remainders, block, n);                                                                       \
   }                                                                                                                 \
   SWD_CLONES double sum(const T* values, int64_t n) { return sum_each(values, n); }                                 \
   SWD_CLONES double sum_of_squares(const T* values, int64_t n) { return strip_sum_of_squares(values, n); }          \

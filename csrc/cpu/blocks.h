@@ -45,9 +45,9 @@ void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block,
   SWD_DECLARE_STORAGE(T, double)                                                                                     \
   SWD_DECLARE_STORAGE(T, BFloat16Bits)                                                                               \
   SWD_DECLARE_STORAGE(T, Float16Bits)                                                                                \
-  /* Adds remainders to bfloat16 parameters, which gives masters, and takes them off again.*/                        \
-  void join_masters(T* block, const int16_t* remainders, int64_t stride, int64_t n);                                 \
-  void split_masters(int16_t* remainders, int64_t stride, T* block, int64_t n);                                      \
+  /* Masters from the bits of bfloat16 parameters and remainders, and the other way round.*/                         \
+  void join_masters(T* block, const uint16_t* params, const uint16_t* remainders, int64_t n);                        \
+  void split_masters(uint16_t* params, uint16_t* remainders, const T* block, int64_t n);                             \
   double sum(const T* values, int64_t n);                                                                            \
   double sum_of_squares(const T* values, int64_t n);                                                                 \
   UpdateSums update_block(T* param, T* exp_avg, T* exp_avg_sq, const T* grad, int64_t n, const Scalars<T>& scalars); \

@@ -62,18 +62,23 @@ template <typename T>
 T* read_weight(const Operands& x, T* scratch, int64_t begin, int64_t n) {
   if (!x.master) return x.param.read(scratch, begin, n);
   if (!x.master->is_remainder()) return x.master->read(scratch, begin, n);
-  T* weight = x.param.read(scratch, begin, n);
-  x.master->join(weight, begin, n);
-  return weight;
+  uint16_t bits[2][BLOCK];
+  join_masters(scratch, x.param.read_bits(bits[0], begin, n), x.master->read_bits(bits[1], begin, n), n);
+  return scratch;
 }
 
 template <typename T>
-void write_weight(const Operands& x, T* weight, int64_t begin, int64_t n, RoundingKey key) {
+void write_weight(const Operands& x, const T* weight, int64_t begin, int64_t n, RoundingKey key) {
   if (x.master && x.master->is_remainder()) {
-    x.master->split(weight, begin, n);
-  } else if (x.master) {
-    x.master->write(weight, begin, n);
+    uint16_t bits[2][BLOCK];
+    uint16_t *params = x.param.direct_bits(begin), *remainders = x.master->direct_bits(begin);
+    if (!params) params = bits[0];
+    if (!remainders) remainders = bits[1];
+    split_masters(params, remainders, weight, n);
+    x.param.write_bits(params, begin, n);
+    return x.master->write_bits(remainders, begin, n);
   }
+  if (x.master) x.master->write(weight, begin, n);
   write_param(x, weight, begin, n, key);
 }
 

@@ -171,17 +171,21 @@ class Operand {
   void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
                             const ElementNumbers& numbers) const;
 
-  // For remainders: makes masters of parameters, and parameters of masters, whose remainders it then has.
-  template <typename T>
-  void join(T* block, int64_t begin, int64_t n) const {
-    visit_as<int16_t>(begin, n, [&](const int16_t* src, int64_t stride, int64_t offset, int64_t count) {
-      join_masters(block + offset, src, stride, count);
-    });
+  // Elements of 16 bits as they are stored: where they are if they are one array, else null.
+  uint16_t* direct_bits(int64_t begin) const {
+    return positions_.dense() ? reinterpret_cast<uint16_t*>(data_) + begin : nullptr;
   }
-  template <typename T>
-  void split(T* block, int64_t begin, int64_t n) const {
-    visit_as<int16_t>(begin, n, [&](int16_t* dst, int64_t stride, int64_t offset, int64_t count) {
-      split_masters(dst, stride, block + offset, count);
+  const uint16_t* read_bits(uint16_t* scratch, int64_t begin, int64_t n) const {
+    if (const uint16_t* array = direct_bits(begin)) return array;
+    visit_as<uint16_t>(begin, n, [&](const uint16_t* src, int64_t stride, int64_t offset, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) scratch[offset + i] = src[i * stride];
+    });
+    return scratch;
+  }
+  void write_bits(const uint16_t* bits, int64_t begin, int64_t n) const {
+    if (direct_bits(begin)) return;
+    visit_as<uint16_t>(begin, n, [&](uint16_t* dst, int64_t stride, int64_t offset, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) dst[i * stride] = bits[offset + i];
     });
   }
 
