@@ -9,24 +9,31 @@
 
 namespace swd {
 
+// Both are the lower half of an element.
+template <typename U>
 struct SplitMaster {
-  uint16_t param;
-  int16_t remainder;
+  U param, remainder;
 };
 
-// NaN keeps no remainder: rounding some NaNs up would give the parameter -0.
-SWD_INLINE SplitMaster split_master(uint32_t master) {
-  const bool is_nan = (master & 0x7FFFFFFFu) > 0x7F800000u;
-  const uint32_t kept = is_nan ? (master | 0x00400000u) & 0xFFFF0000u : master;
-  return {static_cast<uint16_t>((kept + 0x8000u) >> 16), static_cast<int16_t>(kept & 0xFFFFu)};
+// U is uint32_t or a vector of them, I the same with signs.
+template <typename I, typename U>
+SWD_INLINE auto is_nan(U bits) {
+  return (I)(bits & 0x7FFFFFFFu) > 0x7F800000;
 }
 
-// Somebody may have written to the parameter since. What lies below zero or above infinity is then no number, and the
-// remainder, which cannot belong to such a parameter, counts as 0.
-SWD_INLINE uint32_t joined_master(uint16_t param, int16_t remainder) {
-  const uint32_t magnitude = param & 0x7FFFu;
-  const bool is_stale = ((magnitude == 0) & (remainder < 0)) | ((magnitude == 0x7F80u) & (remainder > 0));
-  return (static_cast<uint32_t>(param) << 16) + (is_stale ? 0u : static_cast<uint32_t>(int32_t{remainder}));
+// NaN keeps no remainder: rounding some NaNs up would give the parameter -0.
+template <typename I, typename U>
+SWD_INLINE SplitMaster<U> split_master(U master) {
+  const U kept = is_nan<I>(master) ? U{} + 0x7FC00000u : master;
+  return {(kept + 0x8000u) >> 16, kept & 0xFFFFu};
+}
+
+// Somebody may have written to the parameter since. Below zero and above infinity are no numbers: a remainder that
+// would lead there cannot belong to the parameter, and counts as 0.
+template <typename I, typename U>
+SWD_INLINE U joined_master(U param, I remainder) {
+  const U master = (param << 16) + (U)remainder;
+  return is_nan<I>(master) ? param << 16 : master;
 }
 
 }  // namespace swd

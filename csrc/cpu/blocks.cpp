@@ -69,7 +69,7 @@ template <typename T>
 SWD_INLINE void join_each(T* __restrict block, const uint16_t* __restrict params, const uint16_t* __restrict remainders,
                           int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = joined_master(params[i], static_cast<int16_t>(remainders[i]));
+    const uint32_t bits = joined_master<int32_t, uint32_t>(params[i], static_cast<int16_t>(remainders[i]));
     float master;
     std::memcpy(&master, &bits, sizeof master);
     block[i] = static_cast<T>(master);
@@ -83,8 +83,8 @@ SWD_INLINE void split_each(uint16_t* __restrict params, uint16_t* __restrict rem
     const float master = static_cast<float>(block[i]);
     uint32_t bits;
     std::memcpy(&bits, &master, sizeof bits);
-    const SplitMaster parts = split_master(bits);
-    params[i] = parts.param;
+    const SplitMaster<uint32_t> parts = split_master<int32_t>(bits);
+    params[i] = static_cast<uint16_t>(parts.param);
     remainders[i] = static_cast<uint16_t>(parts.remainder);
   }
 }
@@ -189,18 +189,65 @@ SWD_INLINE double sum_each(const T* values, int64_t n) {
 
 // --- Updates
 
-template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename T>
-SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
+// What is updated, V at a time: an array,
+template <typename T>
+struct Weights {
+  template <typename V>
+  SWD_INLINE V read(int64_t i) const {
+    return get<V>(array + i);
+  }
+  template <typename V>
+  SWD_INLINE void write(int64_t i, const V& weights) const {
+    put(array + i, weights);
+  }
+  T* array;
+};
+
+// or masters in two bytes. Copied into an array before the update, and split again behind it, they made a step a sixth
+// longer.
+struct Masters {
+  template <typename V>
+  SWD_INLINE V read(int64_t i) const {
+    if constexpr (std::is_same_v<V, float>) {
+      V weight;
+      join_each(&weight, params + i, remainders + i, 1);
+      return weight;
+    } else {
+      const Whole bits = __builtin_convertvector(get<Half16>(params + i), Whole);
+      const Signed rest = __builtin_convertvector(get<SignedHalf>(remainders + i), Signed);
+      const Whole masters = joined_master<Signed>(bits, rest);
+      return get<V>(&masters);
+    }
+  }
+  template <typename V>
+  SWD_INLINE void write(int64_t i, const V& weights) const {
+    if constexpr (std::is_same_v<V, float>) {
+      split_each(params + i, remainders + i, &weights, 1);
+    } else {
+      const SplitMaster<Whole> parts = split_master<Signed>(get<Whole>(&weights));
+      put(params + i, __builtin_convertvector(parts.param, Half16));
+      put(remainders + i, __builtin_convertvector(parts.remainder, Half16));
+    }
+  }
+  typedef uint32_t Whole __attribute__((vector_size(32)));
+  typedef int32_t Signed __attribute__((vector_size(32)));
+  typedef uint16_t Half16 __attribute__((vector_size(16)));
+  typedef int16_t SignedHalf __attribute__((vector_size(16)));
+  uint16_t *params, *remainders;
+};
+
+template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename T, typename W>
+SWD_INLINE UpdateSums update_vectors(W weights, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                      const Scalars<T>& scalars) {
   const Scalars<T> s = scalars;
   OrderedSum<T> averaged_sum, grad_sum;
   for_each_vector<T>(n, [&](int64_t i, auto v) SWD_INLINE_LAMBDA {
     using V = decltype(v);
-    V p = get<V>(param + i), m = get<V>(exp_avg + i), second = get<V>(exp_avg_sq + i), second_max{};
+    V p = weights.template read<V>(i), m = get<V>(exp_avg + i), second = get<V>(exp_avg_sq + i), second_max{};
     const V g = get<V>(grad + i);
     if constexpr (AMSGRAD) second_max = get<V>(max_exp_avg_sq + i);
     update_element<AMSGRAD, DECAY, FROM_GRAD>(p, m, second, second_max, g, s);
-    put(param + i, p);
+    weights.write(i, p);
     put(exp_avg + i, m);
     put(exp_avg_sq + i, second);
     if constexpr (AMSGRAD) put(max_exp_avg_sq + i, second_max);
@@ -210,12 +257,12 @@ SWD_INLINE UpdateSums update_vectors(T* param, T* exp_avg, T* exp_avg_sq, T* max
   return {averaged_sum.total(), checked_squares(grad_sum.total(), grad, n)};
 }
 
-template <bool AMSGRAD, typename T>
-SWD_INLINE UpdateSums update_each(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
+template <bool AMSGRAD, typename T, typename W>
+SWD_INLINE UpdateSums update_each(W weights, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                   const Scalars<T>& scalars) {
   return by_kind(scalars, [&](auto decay, auto from_grad) SWD_INLINE_LAMBDA {
     return update_vectors<AMSGRAD, decltype(decay)::value, decltype(from_grad)::value>(
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+        weights, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
   });
 }
 
@@ -258,11 +305,11 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
   SWD_CLONES double sum_of_squares(const T* values, int64_t n) { return strip_sum_of_squares(values, n); }          \
   SWD_CLONES UpdateSums update_block(T* param, T* exp_avg, T* exp_avg_sq, const T* grad, int64_t n,                 \
                                      const Scalars<T>& scalars) {                                                   \
-    return update_each<false, T>(param, exp_avg, exp_avg_sq, nullptr, grad, n, scalars);                            \
+    return update_each<false, T>(Weights<T>{param}, exp_avg, exp_avg_sq, nullptr, grad, n, scalars);                \
   }                                                                                                                 \
   SWD_CLONES UpdateSums update_block_amsgrad(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, \
                                              int64_t n, const Scalars<T>& scalars) {                                \
-    return update_each<true, T>(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);                      \
+    return update_each<true, T>(Weights<T>{param}, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);          \
   }                                                                                                                 \
   SWD_CLONES double sum_of_next_max(const T* exp_avg_sq, const T* max_exp_avg_sq, const T* grad, int64_t n,         \
                                     const Scalars<T>& scalars) {                                                    \
@@ -271,6 +318,11 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
 
 SWD_BLOCKS(float)
 SWD_BLOCKS(double)
+
+SWD_CLONES UpdateSums update_masters(uint16_t* params, uint16_t* remainders, float* exp_avg, float* exp_avg_sq,
+                                     const float* grad, int64_t n, const Scalars<float>& scalars) {
+  return update_each<false, float>(Masters{params, remainders}, exp_avg, exp_avg_sq, nullptr, grad, n, scalars);
+}
 
 SWD_CLONES double checked_sum_of_squares(double sum, const float* values, int64_t n) {
   return checked_squares(sum, values, n);

@@ -60,6 +60,10 @@ void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block,
 SWD_DECLARE_BLOCKS(float)
 SWD_DECLARE_BLOCKS(double)
 
+// `update_block` of masters in two bytes, by the bits of bfloat16 parameters and remainders.
+UpdateSums update_masters(uint16_t* params, uint16_t* remainders, float* exp_avg, float* exp_avg_sq, const float* grad,
+                          int64_t n, const Scalars<float>& scalars);
+
 // A sum of squares taken in float, or a new one in double where that may have left float's range.
 double checked_sum_of_squares(double sum, const float* values, int64_t n);
 

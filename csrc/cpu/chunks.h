@@ -82,28 +82,43 @@ void write_weight(const Operands& x, const T* weight, int64_t begin, int64_t n, 
   write_param(x, weight, begin, n, key);
 }
 
+// Updates one block, whose moments and gradient are arrays.
+template <typename T>
+UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t i,
+                          int64_t n, T* exp_avg, T* exp_avg_sq, const T* grad) {
+  if constexpr (std::is_same_v<T, float>) {
+    const bool in_two_bytes = !amsgrad && x.master && x.master->is_remainder();
+    uint16_t* params = in_two_bytes ? x.param.direct_bits(i) : nullptr;
+    uint16_t* remainders = in_two_bytes ? x.master->direct_bits(i) : nullptr;
+    if (params && remainders) return update_masters(params, remainders, exp_avg, exp_avg_sq, grad, n, scalars);
+  }
+  T scratch[2][BLOCK];
+  UpdateSums sums;
+  T* param = read_weight(x, scratch[0], i, n);
+  if (amsgrad) {
+    T* max_exp_avg_sq = x.averaged.read(scratch[1], i, n);
+    sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+    x.averaged.write(max_exp_avg_sq, i, n);
+  } else {
+    sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
+  }
+  write_weight(x, param, i, n, key);
+  return sums;
+}
+
 template <typename T>
 UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
                         int64_t end) {
-  T scratch[5][BLOCK];
+  T scratch[3][BLOCK];
   return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
-    UpdateSums sums;
-    T* param = read_weight(x, scratch[0], i, n);
-    T* exp_avg = x.exp_avg.read(scratch[1], i, n);
-    T* exp_avg_sq = x.exp_avg_sq.read(scratch[2], i, n);
-    const T* grad = x.grad.read(scratch[3], i, n);
-    if (amsgrad) {
-      T* max_exp_avg_sq = x.averaged.read(scratch[4], i, n);
-      sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
-      x.averaged.write(max_exp_avg_sq, i, n);
-    } else {
-      sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
-    }
-    write_weight(x, param, i, n, key);
+    T* exp_avg = x.exp_avg.read(scratch[0], i, n);
+    T* exp_avg_sq = x.exp_avg_sq.read(scratch[1], i, n);
+    const T* grad = x.grad.read(scratch[2], i, n);
+    UpdateSums sums = update_weights(x, amsgrad, scalars, key, i, n, exp_avg, exp_avg_sq, grad);
     x.exp_avg.write(exp_avg, i, n);
     x.exp_avg_sq.write(exp_avg_sq, i, n);
     // The sum is that of what is stored, or it would drift from it.
-    if (!x.averaged.is<T>()) sums.averaged = sum(x.averaged.read(scratch[4], i, n), n);
+    if (!x.averaged.is<T>()) sums.averaged = sum(x.averaged.read(scratch[0], i, n), n);
     return sums;
   });
 }

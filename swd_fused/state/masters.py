@@ -10,24 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INFINITY = 0x7F80
-
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
     """Returns the masters of bfloat16 parameters, in float32.
 
-    If others have written to a parameter, its remainder may lie below zero or above infinity: it then counts as 0.
+    Below zero and above infinity are no numbers. A remainder that would lead there counts as 0: it cannot belong to the
+    parameter, so others have written to that.
     """
-    bits, rest = param.view(torch.int16).to(torch.int32), remainder.to(torch.int32)
-    magnitude = bits & 0x7FFF
-    is_stale = ((magnitude == 0) & (rest < 0)) | ((magnitude == INFINITY) & (rest > 0))
-    return ((bits << 16) + rest.masked_fill(is_stale, 0)).view(torch.float32)
+    bits = param.view(torch.int16).to(torch.int32) << 16
+    masters = (bits + remainder).view(torch.float32)
+    return torch.where(masters.isnan(), bits.view(torch.float32), masters)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Returns float32 masters as bfloat16 parameters and remainders. NaN has none, or the parameter might be -0."""
     bits = master.view(torch.int32)
-    bits = torch.where(master.isnan(), (bits | 0x00400000) & ~0xFFFF, bits)
+    bits = torch.where(master.isnan(), 0x7FC00000, bits)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 

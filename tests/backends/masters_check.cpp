@@ -19,9 +19,9 @@ int main() {
     uint32_t of_these[4] = {};
     for (uint32_t lower = 0; lower < 1u << 16; ++lower) {
       const uint32_t master = below + lower;
-      const swd::SplitMaster parts = swd::split_master(master);
-      const uint32_t param = static_cast<uint32_t>(parts.param) << 16;
-      const uint32_t joined = swd::joined_master(parts.param, parts.remainder);
+      const swd::SplitMaster<uint32_t> parts = swd::split_master<int32_t>(master);
+      const uint32_t param = parts.param << 16;
+      const uint32_t joined = swd::joined_master<int32_t, uint32_t>(parts.param, static_cast<int16_t>(parts.remainder));
       of_these[0] += !is_nan(master) & (joined != master);
       of_these[1] += is_nan(master) & !(is_nan(param) & is_nan(joined));
       of_these[2] += !is_nan(master) & (param != (lower < 0x8000u ? below : above));

@@ -5,16 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INFINITY = tl.constexpr(0x7F80)
-
 
 @triton.jit
 def joined_master(param, remainder):
-    """The master in float32, from the bits of the parameter and the remainder, both as int32. A remainder that cannot
-    belong to the parameter, since somebody has written to that, counts as 0."""
-    magnitude = param & 0x7FFF
-    is_stale = ((magnitude == 0) & (remainder < 0)) | ((magnitude == INFINITY) & (remainder > 0))
-    return ((param << 16) + tl.where(is_stale, 0, remainder)).to(tl.float32, bitcast=True)
+    """The master in float32, from the bits of the parameter and the remainder, both as int32. A remainder that would
+    make NaN of the parameter, since somebody has written to that, counts as 0."""
+    bits = param << 16
+    master = (bits + remainder).to(tl.float32, bitcast=True)
+    return tl.where(master != master, bits.to(tl.float32, bitcast=True), master)
 
 
 @triton.jit
@@ -23,5 +21,5 @@ def split_master(master):
     give -0."""
     master = master.to(tl.float32)
     bits = master.to(tl.int32, bitcast=True)
-    bits = tl.where(master != master, (bits | 0x00400000) & -0x10000, bits)
+    bits = tl.where(master != master, 0x7FC00000, bits)
     return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True), bits.to(tl.int16)
