@@ -25,10 +25,11 @@ def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
     magnitude, and torch's own rounding elsewhere."""
     if dtype != torch.bfloat16:
         return master.to(dtype)
+    device, master = master.device, master.detach().cpu()
     is_halfway = torch.from_numpy(np.asarray((bits_of(master) & 0xFFFF) == 0x8000))
     upper = as_float32(np.asarray(bits_of(master) & ~0xFFFF)).to(torch.float64)
-    upper += torch.where(is_halfway, 2 * (master.detach().cpu().double() - upper), 0.0)
-    return torch.where(is_halfway & master.cpu().isfinite(), upper.to(dtype), master.detach().cpu().to(dtype))
+    upper += torch.where(is_halfway, 2 * (master.double() - upper), 0.0)
+    return torch.where(is_halfway & master.isfinite(), upper.to(dtype), master.to(dtype)).to(device)
 
 
 def master_of(param: Tensor, state: dict[str, Any]) -> Tensor:
@@ -38,4 +39,4 @@ def master_of(param: Tensor, state: dict[str, Any]) -> Tensor:
         return master.detach()
     bits, remainder = bits_of(param), state["master_remainder"].cpu().numpy().astype(np.int64)
     is_stale = ((bits & 0x7FFF == 0) & (remainder < 0)) | ((bits & 0x7FFF == 0x7F80) & (remainder > 0))
-    return as_float32(np.asarray((bits << 16) + np.where(is_stale, 0, remainder)))
+    return as_float32(np.asarray((bits << 16) + np.where(is_stale, 0, remainder))).to(param.device)

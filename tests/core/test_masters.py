@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.state import masters
+from tests.device import DEVICE
 from tests.masters_definition import as_float32, bits_of, master_of, nearest
 from tests.runs import random_grads, random_params, run, steps_for
 
@@ -62,7 +63,7 @@ def test_plain_torch_agrees_with_the_definition() -> None:
 def test_a_step_that_changes_nothing_keeps_all_bits(backend: str, transposed: bool) -> None:
     """In the kernels: with a learning rate of 0 masters are joined and split again."""
     master = edge_masters()[:: 1 if backend == "cpu" else 512]
-    master = master[: len(master) // 6 * 6].view(6, -1)
+    master = master[: len(master) // 6 * 6].view(6, -1).to(DEVICE)
     values, remainder = masters.split(master)
     if transposed:
         values, remainder = values.t().contiguous().t(), remainder.t().contiguous().t()
