@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -71,33 +72,21 @@ def fused_adams(
     return build
 
 
-def torchao_adamw8bit(params: Sequence[Tensor]) -> Step:
-    """It compiles its step, by shape, in the first steps: those that warm up."""
-    from torchao.optim import AdamW8bit
+def peer_of(package: str, name: str) -> Build:
+    """An optimizer of another package, which is imported when it takes part. torchao compiles its step, by shape, in
+    the first steps: those that warm up."""
 
-    step: Step = AdamW8bit(list(params), weight_decay=1e-2).step
-    return step
+    def build(params: Sequence[Tensor]) -> Step:
+        step: Step = getattr(import_module(package), name)(list(params), weight_decay=1e-2).step
+        return step
 
-
-def bitsandbytes_adamw8bit(params: Sequence[Tensor]) -> Step:
-    from bitsandbytes.optim import AdamW8bit
-
-    step: Step = AdamW8bit(list(params), weight_decay=1e-2).step
-    return step
+    return build
 
 
-def flash_adamw(params: Sequence[Tensor]) -> Step:
-    from flashoptim import FlashAdamW
-
-    step: Step = FlashAdamW(list(params), weight_decay=1e-2).step
-    return step
-
-
-def apex_fused_adam(params: Sequence[Tensor]) -> Step:
-    from apex.optimizers import FusedAdam
-
-    step: Step = FusedAdam(list(params), weight_decay=1e-2).step
-    return step
+torchao_adamw8bit = peer_of("torchao.optim", "AdamW8bit")
+bitsandbytes_adamw8bit = peer_of("bitsandbytes.optim", "AdamW8bit")
+flash_adamw = peer_of("flashoptim", "FlashAdamW")
+apex_fused_adam = peer_of("apex.optimizers", "FusedAdam")
 
 
 def authors_loop(params: Sequence[Tensor]) -> Step:
