@@ -38,29 +38,20 @@ SWD_INLINE To narrow(T x) {
   }
 }
 
-// The branch on the stride lets the compiler vectorise the dense case.
 template <typename T, typename From>
-SWD_INLINE void load_each(T* __restrict block, const From* __restrict src, int64_t stride, int64_t n) {
+SWD_INLINE void load_each(T* __restrict block, const From* __restrict src, int64_t n) {
   if constexpr (std::is_same_v<T, float> && std::is_same_v<From, Float16Bits>) {
-    if (stride == 1 && HAS_FLOAT16_INSTRUCTIONS) return widen_array(block, src, n);
+    if (HAS_FLOAT16_INSTRUCTIONS) return widen_array(block, src, n);
   }
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) block[i] = static_cast<T>(widen(src[i]));
-  } else {
-    for (int64_t i = 0; i < n; ++i) block[i] = static_cast<T>(widen(src[i * stride]));
-  }
+  for (int64_t i = 0; i < n; ++i) block[i] = static_cast<T>(widen(src[i]));
 }
 
 template <typename T, typename To>
-SWD_INLINE void store_each(To* __restrict dst, int64_t stride, const T* __restrict block, int64_t n) {
+SWD_INLINE void store_each(To* __restrict dst, const T* __restrict block, int64_t n) {
   if constexpr (std::is_same_v<T, float> && std::is_same_v<To, Float16Bits>) {
-    if (stride == 1 && HAS_FLOAT16_INSTRUCTIONS) return narrow_array(dst, block, n);
+    if (HAS_FLOAT16_INSTRUCTIONS) return narrow_array(dst, block, n);
   }
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(block[i]);
-  } else {
-    for (int64_t i = 0; i < n; ++i) dst[i * stride] = narrow<To>(block[i]);
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = narrow<To>(block[i]);
 }
 
 // --- Masters in two bytes
@@ -107,10 +98,11 @@ constexpr int STRIPS = 8;
 constexpr int64_t FOLD = 128;
 
 // Squares of floats leave float's range where gradients are below 1e-19 or above 1e19, so sums of them are taken again
-// in double where that may have lost something. The lower limit: up to 2^15 squares, each of which may have lost
-// 2^-126, lose no more than float's resolution of 2^-80. Double has room for the squares of all floats. Of chunks that
-// are all zeros pass 1 takes 1.5 times as long so; of others just as long as without.
+// where that may have lost something, of numbers that are scaled by a power of two. The lower limit: up to 2^15
+// squares, each of which may have lost 2^-126, lose no more than float's resolution of 2^-80. A sum below it stays
+// below 2^120 if scaled by 2^100, and the least float's square becomes 2^-98: neither leaves the range.
 constexpr double LEAST_FLOAT_SUM = 0x1p-80;
+constexpr float UP = 0x1p100f, DOWN = 0x1p-100f;
 
 template <typename T>
 SWD_INLINE bool keeps_squares(double sum) {
@@ -118,26 +110,7 @@ SWD_INLINE bool keeps_squares(double sum) {
 }
 
 template <typename T>
-SWD_INLINE double double_sum_of_squares(const T* values, int64_t n) {
-  constexpr int64_t L = 16;
-  double partial[L] = {}, total = 0;
-  int64_t i = 0;
-  for (; i + L <= n; i += L) {
-    for (int64_t l = 0; l < L; ++l) partial[l] += static_cast<double>(values[i + l]) * values[i + l];
-  }
-  for (; i < n; ++i) total += static_cast<double>(values[i]) * values[i];
-  for (int64_t l = 0; l < L; ++l) total += partial[l];
-  return total;
-}
-
-// A sum of squares, or a more careful one where that may have lost something.
-template <typename T>
-SWD_INLINE double checked_squares(double sum, const T* values, int64_t n) {
-  return keeps_squares<T>(sum) ? sum : double_sum_of_squares(values, n);
-}
-
-template <typename T>
-SWD_INLINE double strip_sum_of_squares(const T* values, int64_t n) {
+SWD_INLINE double sum_of_scaled_squares(const T* values, int64_t n, T scale) {
   constexpr int64_t L = LANES<T>;
   const int64_t strip = n / (STRIPS * L) * L;
   double total = 0;
@@ -147,7 +120,7 @@ SWD_INLINE double strip_sum_of_squares(const T* values, int64_t n) {
     for (int64_t i = begin; i < end; i += L) {
 #pragma GCC unroll 8
       for (int s = 0; s < STRIPS; ++s) {
-        const Vector<T> x = get<Vector<T>>(values + s * strip + i);
+        const Vector<T> x = get<Vector<T>>(values + s * strip + i) * scale;
         partial[s] += x * x;
       }
     }
@@ -156,9 +129,24 @@ SWD_INLINE double strip_sum_of_squares(const T* values, int64_t n) {
     }
     total += sum_of_lanes<T>(partial[0]);
   }
-  if (!keeps_squares<T>(total)) return double_sum_of_squares(values, n);
-  for (int64_t i = STRIPS * strip; i < n; ++i) total += static_cast<double>(values[i]) * values[i];
+  for (int64_t i = STRIPS * strip; i < n; ++i) {
+    const double x = static_cast<double>(values[i]) * scale;
+    total += x * x;
+  }
   return total;
+}
+
+// A sum of squares, or a new one where that may have lost something.
+template <typename T>
+SWD_INLINE double checked_squares(double sum, const T* values, int64_t n) {
+  if (keeps_squares<T>(sum)) return sum;
+  const double scale = sum < LEAST_FLOAT_SUM ? UP : DOWN;
+  return sum_of_scaled_squares(values, n, static_cast<T>(scale)) / scale / scale;
+}
+
+template <typename T>
+SWD_INLINE double strip_sum_of_squares(const T* values, int64_t n) {
+  return checked_squares(sum_of_scaled_squares(values, n, T{1}), values, n);
 }
 
 // The order of every sum of second moments: a vector of partial sums, then the tail. With plain loops GCC 12 does
@@ -286,9 +274,9 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
 
 // --- One function for each type, since target_clones does not take templates.
 
-#define SWD_STORAGE(T, S)                                                                                       \
-  SWD_CLONES void load(T* block, const S* src, int64_t stride, int64_t n) { load_each(block, src, stride, n); } \
-  SWD_CLONES void store(S* dst, int64_t stride, const T* block, int64_t n) { store_each(dst, stride, block, n); }
+#define SWD_STORAGE(T, S)                                                               \
+  SWD_CLONES void load(T* block, const S* src, int64_t n) { load_each(block, src, n); } \
+  SWD_CLONES void store(S* dst, const T* block, int64_t n) { store_each(dst, block, n); }
 
 #define SWD_BLOCKS(T)                                                                                               \
   SWD_STORAGE(T, float)                                                                                             \
@@ -328,10 +316,10 @@ SWD_CLONES double checked_sum_of_squares(double sum, const float* values, int64_
   return checked_squares(sum, values, n);
 }
 
-SWD_CLONES void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
-                                     uint32_t number, uint32_t number_stride) {
+SWD_CLONES void store_stochastically(BFloat16Bits* dst, const float* block, int64_t n, uint32_t key, uint32_t number,
+                                     uint32_t number_stride) {
   for (int64_t i = 0; i < n; ++i) {
-    dst[i * stride] = narrow_stochastically(block[i], key, number + static_cast<uint32_t>(i) * number_stride);
+    dst[i] = narrow_stochastically(block[i], key, number + static_cast<uint32_t>(i) * number_stride);
   }
 }
 

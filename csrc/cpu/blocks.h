@@ -29,16 +29,15 @@ struct UpdateSums {
   }
 };
 
-// T computes and is float or double; S is what a tensor stores. `stride` counts elements. Sums are taken
-// in an order that depends on n alone.
-#define SWD_DECLARE_STORAGE(T, S)                               \
-  void load(T* block, const S* src, int64_t stride, int64_t n); \
-  void store(S* dst, int64_t stride, const T* block, int64_t n);
+// T computes and is float or double; S is what a tensor stores. Sums are taken in an order that depends on n alone.
+#define SWD_DECLARE_STORAGE(T, S)               \
+  void load(T* block, const S* src, int64_t n); \
+  void store(S* dst, const T* block, int64_t n);
 
 // Rounds up or down at random, so that the mean of many roundings is right. Elements have the numbers `number`,
 // `number + number_stride`, and so on.
-void store_stochastically(BFloat16Bits* dst, int64_t stride, const float* block, int64_t n, uint32_t key,
-                          uint32_t number, uint32_t number_stride);
+void store_stochastically(BFloat16Bits* dst, const float* block, int64_t n, uint32_t key, uint32_t number,
+                          uint32_t number_stride);
 
 #define SWD_DECLARE_BLOCKS(T)                                                                                        \
   SWD_DECLARE_STORAGE(T, float)                                                                                      \

@@ -62,21 +62,14 @@ template <typename T>
 T* read_weight(const Operands& x, T* scratch, int64_t begin, int64_t n) {
   if (!x.master) return x.param.read(scratch, begin, n);
   if (!x.master->is_remainder()) return x.master->read(scratch, begin, n);
-  uint16_t bits[2][BLOCK];
-  join_masters(scratch, x.param.read_bits(bits[0], begin, n), x.master->read_bits(bits[1], begin, n), n);
+  join_masters(scratch, x.param.bits(begin), x.master->bits(begin), n);
   return scratch;
 }
 
 template <typename T>
 void write_weight(const Operands& x, const T* weight, int64_t begin, int64_t n, RoundingKey key) {
   if (x.master && x.master->is_remainder()) {
-    uint16_t bits[2][BLOCK];
-    uint16_t *params = x.param.direct_bits(begin), *remainders = x.master->direct_bits(begin);
-    if (!params) params = bits[0];
-    if (!remainders) remainders = bits[1];
-    split_masters(params, remainders, weight, n);
-    x.param.write_bits(params, begin, n);
-    return x.master->write_bits(remainders, begin, n);
+    return split_masters(x.param.bits(begin), x.master->bits(begin), weight, n);
   }
   if (x.master) x.master->write(weight, begin, n);
   write_param(x, weight, begin, n, key);
@@ -87,10 +80,9 @@ template <typename T>
 UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t i,
                           int64_t n, T* exp_avg, T* exp_avg_sq, const T* grad) {
   if constexpr (std::is_same_v<T, float>) {
-    const bool in_two_bytes = !amsgrad && x.master && x.master->is_remainder();
-    uint16_t* params = in_two_bytes ? x.param.direct_bits(i) : nullptr;
-    uint16_t* remainders = in_two_bytes ? x.master->direct_bits(i) : nullptr;
-    if (params && remainders) return update_masters(params, remainders, exp_avg, exp_avg_sq, grad, n, scalars);
+    if (!amsgrad && x.master && x.master->is_remainder()) {
+      return update_masters(x.param.bits(i), x.master->bits(i), exp_avg, exp_avg_sq, grad, n, scalars);
+    }
   }
   T scratch[2][BLOCK];
   UpdateSums sums;
@@ -137,17 +129,29 @@ inline int64_t walked_numel(int64_t numel, int64_t columns) {
   return columns ? numel / columns * ((columns + CODE_BLOCK - 1) / CODE_BLOCK) * walked_width(columns) : 0;
 }
 
-// Calls f(element, n, block, row) for elements of a row, no more than BLOCK of them and from the beginning of a block
-// on, along a chunk of the walk. Adds what it returns.
+// The element at which a block begins. They are counted row by row.
+inline int64_t first_element(int64_t columns, int64_t block) {
+  const int64_t blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;
+  return block / blocks_of_row * columns + block % blocks_of_row * CODE_BLOCK;
+}
+
+// Calls f(element, n, block, cursor) for blocks that follow one another, no more than BLOCK elements and as many rows
+// as they hold, along a chunk of the walk. Adds what it returns.
 template <typename Sum, typename F>
-Sum sum_of_rows(int64_t columns, int64_t begin, int64_t end, const F& f) {
-  const int64_t width = walked_width(columns), blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;
+Sum sum_of_rows(const CodedMoments& coded, int64_t begin, int64_t end, const F& f) {
+  const int64_t columns = coded.columns, blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;
+  const int64_t width = walked_width(columns), last = end / width;
   Sum total{};
-  for (int64_t block = begin / width; block < end / width;) {
+  for (int64_t block = begin / width; block < last;) {
     const int64_t row = block / blocks_of_row, column = block % blocks_of_row * CODE_BLOCK;
-    const int64_t blocks = std::min({blocks_of_row - block % blocks_of_row, end / width - block, BLOCK / CODE_BLOCK});
-    total += f(row * columns + column, std::min(blocks * CODE_BLOCK, columns - column), block, row);
-    block += blocks;
+    const int64_t rest_of_row = columns - column, element = row * columns + column;
+    const int64_t blocks =
+        rest_of_row > BLOCK ? BLOCK / CODE_BLOCK
+                            : blocks_of_row - block % blocks_of_row + (BLOCK - rest_of_row) / columns * blocks_of_row;
+    const int64_t next = std::min(block + blocks, last);
+    const BlockCursor cursor{columns, column, coded.first_block + row * coded.block_pitch, coded.block_pitch};
+    total += f(element, first_element(columns, next) - element, block, cursor);
+    block = next;
   }
   return total;
 }
@@ -157,20 +161,19 @@ inline CodedBlocks blocks_at(const CodedMoments& coded, int64_t element, int64_t
   return {all.exp_avg + element, all.root + element, all.exp_avg_scales + block, all.root_scales + block};
 }
 
-inline double stored_coded_chunk(const Operand& averaged, const float* scales, int64_t columns, int64_t begin,
-                                 int64_t end) {
+inline double stored_coded_chunk(const Operand& averaged, const CodedMoments& coded, int64_t begin, int64_t end) {
   float scratch[BLOCK];
-  return sum_of_rows<double>(columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t) {
+  return sum_of_rows<double>(coded, begin, end, [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     if (!averaged.is_code()) return sum(averaged.read(scratch, i, n), n);
-    return sum_coded(reinterpret_cast<uint8_t*>(averaged.data()) + i, scales + block, n);
+    return sum_coded(reinterpret_cast<uint8_t*>(averaged.data()) + i, coded.blocks.root_scales + block, n, cursor);
   });
 }
 
 inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>& scalars, int64_t begin, int64_t end) {
   float scratch[3][BLOCK];
-  return sum_of_rows<double>(x.coded->columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t) {
+  return sum_of_rows<double>(*x.coded, begin, end, [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     const CodedBlocks moments = blocks_at(*x.coded, i, block);
-    decode_exp_avg_sq(scratch[0], moments.root, moments.root_scales, n);
+    decode_exp_avg_sq(scratch[0], moments.root, moments.root_scales, n, cursor);
     return sum_of_next_max(scratch[0], x.averaged.read(scratch[1], i, n), x.grad.read(scratch[2], i, n), n, scalars);
   });
 }
@@ -179,19 +182,17 @@ inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>
 inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
                                      RoundingKey param_key, int64_t begin, int64_t end) {
   float scratch[3][BLOCK];
-  const CodedMoments& coded = *x.coded;
-  const int64_t blocks_of_row = (coded.columns + CODE_BLOCK - 1) / CODE_BLOCK;
-  return sum_of_rows<UpdateSums>(coded.columns, begin, end, [&](int64_t i, int64_t n, int64_t block, int64_t row) {
+  const auto update = [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     float* param = read_weight(x, scratch[0], i, n);
     const float* grad = x.grad.read(scratch[1], i, n);
     float* max_exp_avg_sq = amsgrad ? x.averaged.read(scratch[2], i, n) : nullptr;
-    const int64_t number = coded.first_block + row * coded.block_pitch + block - row * blocks_of_row;
-    const CodedBlocks moments = blocks_at(coded, i, block);
-    const UpdateSums sums = update_coded(param, moments, max_exp_avg_sq, grad, n, scalars, key, number);
+    const CodedBlocks moments = blocks_at(*x.coded, i, block);
+    const UpdateSums sums = update_coded(param, moments, max_exp_avg_sq, grad, n, cursor, scalars, key);
     if (amsgrad) x.averaged.write(max_exp_avg_sq, i, n);
     write_weight(x, param, i, n, param_key);
     return sums;
-  });
+  };
+  return sum_of_rows<UpdateSums>(*x.coded, begin, end, update);
 }
 
 }  // namespace swd

@@ -22,7 +22,16 @@ struct Avx2Lanes {
   using Floats = Vector<float>;
   using Unsigned = Vector<uint32_t>;
   static SWD_INLINE double sum(const Floats& numbers) { return sum_of_lanes<float>(numbers); }
+  using Some = CopiedLanes<Avx2Lanes>;
   using SquaredCodes = __m256i;
+
+  static SWD_INLINE uint32_t largest(const Unsigned& bits) {
+    const __m256i all = reinterpret_cast<__m256i>(bits);
+    __m128i most = _mm_max_epu32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+  }
 
   // The random bits of a block.
   struct Noise {
@@ -72,6 +81,17 @@ struct Avx2Lanes {
     store(root_codes, _mm256_packus_epi16(r[0], r[1]));
   }
 
+  // Stores the first `count` codes only.
+  static SWD_INLINE void round(int8_t* exp_avg_codes, uint8_t* root_codes, SquaredCodes& squares, const float* exp_avg,
+                               const float* root, float to_exp_avg, float to_root, const Noise& noise, int64_t first,
+                               int64_t count) {
+    int8_t whole_exp_avg[PART];
+    uint8_t whole_root[PART];
+    round(whole_exp_avg, whole_root, squares, exp_avg, root, to_exp_avg, to_root, noise, first);
+    std::memcpy(exp_avg_codes, whole_exp_avg, count);
+    std::memcpy(root_codes, whole_root, count);
+  }
+
   static SWD_INLINE int64_t total(SquaredCodes squares) {
     alignas(32) int32_t lanes[8];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), squares);
@@ -94,8 +114,8 @@ struct Avx2Lanes {
 }  // namespace
 
 UpdateSums update_blocks_by_avx2(float* param, const CodedBlocks& moments, float* max_exp_avg_sq, const float* grad,
-                                 int64_t blocks, const Scalars<float>& scalars, uint32_t rounding_key, int64_t block) {
-  return update_blocks<Avx2Lanes>(param, moments, max_exp_avg_sq, grad, blocks, scalars, rounding_key, block);
+                                 int64_t n, BlockCursor cursor, const Scalars<float>& scalars, uint32_t rounding_key) {
+  return update_blocks<Avx2Lanes>(param, moments, max_exp_avg_sq, grad, n, cursor, scalars, rounding_key);
 }
 
 bool has_avx2() {
@@ -111,8 +131,8 @@ namespace swd {
 
 bool has_avx2() { return false; }
 
-UpdateSums update_blocks_by_avx2(float*, const CodedBlocks&, float*, const float*, int64_t, const Scalars<float>&,
-                                 uint32_t, int64_t) {
+UpdateSums update_blocks_by_avx2(float*, const CodedBlocks&, float*, const float*, int64_t, BlockCursor,
+                                 const Scalars<float>&, uint32_t) {
   return {};
 }
 

@@ -22,6 +22,25 @@ struct Avx512Lanes {
   typedef uint32_t Unsigned __attribute__((vector_size(64)));
   using SquaredCodes = __m512i;
 
+  static SWD_INLINE uint32_t largest(const Unsigned& bits) {
+    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(bits));
+  }
+
+  // The first `count` lanes of a vector, with zeros in the others.
+  struct Some {
+    __mmask16 mask;
+
+    explicit SWD_INLINE Some(int64_t count) : mask(static_cast<__mmask16>((1u << count) - 1)) {}
+    SWD_INLINE Floats read(const float* numbers) const { return _mm512_maskz_loadu_ps(mask, numbers); }
+    SWD_INLINE void write(float* numbers, const Floats& x) const { _mm512_mask_storeu_ps(numbers, mask, x); }
+    SWD_INLINE Floats read_codes(const int8_t* codes) const {
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, codes)));
+    }
+    SWD_INLINE Floats read_codes(const uint8_t* codes) const {
+      return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, codes)));
+    }
+  };
+
   // The random bits of a block.
   struct Noise {
     __m512i key, first;
@@ -53,15 +72,17 @@ struct Avx512Lanes {
   }
 
   static SWD_INLINE void round(int8_t* exp_avg_codes, uint8_t* root_codes, SquaredCodes& squares, const float* exp_avg,
-                               const float* root, float to_exp_avg, float to_root, const Noise& noise, int64_t first) {
+                               const float* root, float to_exp_avg, float to_root, const Noise& noise, int64_t first,
+                               int64_t count = PART) {
     const __m512i bits = noise.bits(first / PART);
     const __m512i noise_m = _mm512_and_si512(bits, _mm512_set1_epi16(0xFF)), noise_r = _mm512_srli_epi16(bits, 8);
     const __m512i m = _mm512_srai_epi16(_mm512_add_epi16(fixed_point(exp_avg, to_exp_avg), noise_m), 8);
     const __m512i fractional_r = _mm512_add_epi16(fixed_point(root, to_root), noise_r);
     const __m512i r = _mm512_max_epi16(_mm512_srli_epi16(fractional_r, 8), _mm512_set1_epi16(1));
     squares = _mm512_add_epi32(squares, _mm512_madd_epi16(r, r));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(exp_avg_codes), _mm512_cvtepi16_epi8(m));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(root_codes), _mm512_cvtepi16_epi8(r));
+    const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
+    _mm256_mask_storeu_epi8(exp_avg_codes, mask, _mm512_cvtepi16_epi8(m));
+    _mm256_mask_storeu_epi8(root_codes, mask, _mm512_cvtepi16_epi8(r));
   }
 
   static SWD_INLINE int64_t total(SquaredCodes squares) { return _mm512_reduce_add_epi32(squares); }
@@ -85,9 +106,9 @@ struct Avx512Lanes {
 }  // namespace
 
 UpdateSums update_blocks_by_avx512(float* param, const CodedBlocks& moments, float* max_exp_avg_sq, const float* grad,
-                                   int64_t blocks, const Scalars<float>& scalars, uint32_t rounding_key,
-                                   int64_t block) {
-  return update_blocks<Avx512Lanes>(param, moments, max_exp_avg_sq, grad, blocks, scalars, rounding_key, block);
+                                   int64_t n, BlockCursor cursor, const Scalars<float>& scalars,
+                                   uint32_t rounding_key) {
+  return update_blocks<Avx512Lanes>(param, moments, max_exp_avg_sq, grad, n, cursor, scalars, rounding_key);
 }
 
 bool has_avx512() {
@@ -105,8 +126,8 @@ namespace swd {
 
 bool has_avx512() { return false; }
 
-UpdateSums update_blocks_by_avx512(float*, const CodedBlocks&, float*, const float*, int64_t, const Scalars<float>&,
-                                   uint32_t, int64_t) {
+UpdateSums update_blocks_by_avx512(float*, const CodedBlocks&, float*, const float*, int64_t, BlockCursor,
+                                   const Scalars<float>&, uint32_t) {
   return {};
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <numeric>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../random_bits.h"
@@ -76,22 +77,29 @@ struct Run {
   int64_t size, stride;
 };
 
+// Adds a run inside of the others, as one with its neighbour where memory allows.
+inline void add_run(std::vector<Run>& runs, const Run& run) {
+  if (run.size == 1) return;
+  if (!runs.empty() && runs.back().stride == run.size * run.stride) {
+    runs.back() = {runs.back().size * run.size, run.stride};
+  } else {
+    runs.push_back(run);
+  }
+}
+
+// None if the elements lie one behind the other.
+inline std::vector<Run> without_array(std::vector<Run> runs) {
+  if (runs.size() == 1 && runs[0].stride == 1) runs.clear();
+  return runs;
+}
+
 // Dimensions in the order of the walk, outermost first, neighbours merged where memory allows. None if the elements lie
 // one behind the other.
 inline std::vector<Run> runs_of(const View& view, const WalkOrder& order) {
   std::vector<Run> runs;
   if (order.row_major() && view.is_contiguous()) return runs;
-  for (int64_t i = 0; i < view.dim(); ++i) {
-    const Run run{view.sizes[order[i]], view.strides[order[i]]};
-    if (run.size == 1) continue;
-    if (!runs.empty() && runs.back().stride == run.size * run.stride) {
-      runs.back() = {runs.back().size * run.size, run.stride};
-    } else {
-      runs.push_back(run);
-    }
-  }
-  if (runs.size() == 1 && runs[0].stride == 1) runs.clear();
-  return runs;
+  for (int64_t i = 0; i < view.dim(); ++i) add_run(runs, {view.sizes[order[i]], view.strides[order[i]]});
+  return without_array(std::move(runs));
 }
 
 // The runs of one tensor, as a function from the walk to positions. They must outlive it.
@@ -101,6 +109,8 @@ class Positions {
   Positions(const Run* runs, size_t run_count) : runs_(runs), run_count_(run_count) {}
 
   bool dense() const { return run_count_ == 0; }
+  const Run* runs() const { return runs_; }
+  size_t run_count() const { return run_count_; }
 
   // Calls f(position, stride, offset, count) for each stretch of equal stride among n elements from begin on.
   template <typename F>
@@ -126,17 +136,30 @@ class Positions {
   size_t run_count_ = 0;  // 0: one array
 };
 
+// The same elements, in the order in which they lie in memory, and again where they are repeated.
+inline std::vector<Run> in_memory_order(const Positions& positions) {
+  std::vector<Run> runs(positions.runs(), positions.runs() + positions.run_count()), merged;
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) {
+    return a.stride == 0 || b.stride == 0 ? a.stride == 0 && b.stride != 0 : a.stride > b.stride;
+  });
+  for (const Run& run : runs) add_run(merged, run);
+  return without_array(std::move(merged));
+}
+
 class ElementNumbers;
 
+// What reads and writes elements wants one array: Staged (staged.h) makes it one.
 class Operand {
  public:
   Operand() = default;
   Operand(char* data, ScalarType dtype, Positions positions) : data_(data), dtype_(dtype), positions_(positions) {}
 
-  // The address of an element, if `n` elements from it on are a plain array of T.
-  template <typename T>
-  T* direct(int64_t begin) const {
-    return positions_.dense() && is<T>() ? reinterpret_cast<T*>(data_) + begin : nullptr;
+  bool is_array() const { return positions_.dense(); }
+  const Positions& positions() const { return positions_; }
+  ScalarType dtype() const { return dtype_; }
+  int64_t item_size() const {
+    if (is_code()) return 1;
+    return is_double() ? 8 : is<float>() ? 4 : 2;
   }
 
   template <typename T>
@@ -149,13 +172,17 @@ class Operand {
   bool is_code() const { return dtype_ == ScalarType::Byte || dtype_ == ScalarType::Char; }
   bool is_remainder() const { return dtype_ == ScalarType::Short; }
 
+  // The address of an element, if it is a T.
+  template <typename T>
+  T* direct(int64_t begin) const {
+    return is<T>() ? reinterpret_cast<T*>(data_) + begin : nullptr;
+  }
+
   // `n` elements as an array of T: in place if they are one, else copied into `scratch`.
   template <typename T>
   T* read(T* scratch, int64_t begin, int64_t n) const {
     if (T* array = direct<T>(begin)) return array;
-    visit(begin, n, [&](auto* src, int64_t stride, int64_t offset, int64_t count) {
-      load(scratch + offset, src, stride, count);
-    });
+    as_stored(begin, [&](auto* src) { load(scratch, src, n); });
     return scratch;
   }
 
@@ -163,53 +190,29 @@ class Operand {
   template <typename T>
   void write(const T* block, int64_t begin, int64_t n) const {
     if (direct<T>(begin)) return;
-    visit(begin, n,
-          [&](auto* dst, int64_t stride, int64_t offset, int64_t count) { store(dst, stride, block + offset, count); });
+    as_stored(begin, [&](auto* dst) { store(dst, block, n); });
   }
 
   // For bfloat16 storage: the counterpart of read, rounding at random.
   void write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
                             const ElementNumbers& numbers) const;
 
-  // Elements of 16 bits as they are stored: where they are if they are one array, else null.
-  uint16_t* direct_bits(int64_t begin) const {
-    return positions_.dense() ? reinterpret_cast<uint16_t*>(data_) + begin : nullptr;
-  }
-  const uint16_t* read_bits(uint16_t* scratch, int64_t begin, int64_t n) const {
-    if (const uint16_t* array = direct_bits(begin)) return array;
-    visit_as<uint16_t>(begin, n, [&](const uint16_t* src, int64_t stride, int64_t offset, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) scratch[offset + i] = src[i * stride];
-    });
-    return scratch;
-  }
-  void write_bits(const uint16_t* bits, int64_t begin, int64_t n) const {
-    if (direct_bits(begin)) return;
-    visit_as<uint16_t>(begin, n, [&](uint16_t* dst, int64_t stride, int64_t offset, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) dst[i * stride] = bits[offset + i];
-    });
-  }
+  // Elements of 16 bits as they are stored.
+  uint16_t* bits(int64_t begin) const { return reinterpret_cast<uint16_t*>(data_) + begin; }
 
  private:
-  // Calls f(pointer, stride, offset, count) for each stretch of equal stride among n elements from begin on.
   template <typename F>
-  void visit(int64_t begin, int64_t n, const F& f) const {
+  void as_stored(int64_t begin, const F& f) const {
     switch (dtype_) {
       case ScalarType::Float:
-        return visit_as<float>(begin, n, f);
+        return f(reinterpret_cast<float*>(data_) + begin);
       case ScalarType::Double:
-        return visit_as<double>(begin, n, f);
+        return f(reinterpret_cast<double*>(data_) + begin);
       case ScalarType::BFloat16:
-        return visit_as<BFloat16Bits>(begin, n, f);
+        return f(reinterpret_cast<BFloat16Bits*>(data_) + begin);
       default:
-        return visit_as<Float16Bits>(begin, n, f);
+        return f(reinterpret_cast<Float16Bits*>(data_) + begin);
     }
-  }
-
-  template <typename S, typename F>
-  void visit_as(int64_t begin, int64_t n, const F& f) const {
-    positions_.visit(begin, n, [&](int64_t position, int64_t stride, int64_t offset, int64_t count) {
-      f(reinterpret_cast<S*>(data_) + position, stride, offset, count);
-    });
   }
 
   char* data_ = nullptr;
@@ -246,12 +249,9 @@ class ElementNumbers {
 
 inline void Operand::write_stochastically(const float* block, int64_t begin, int64_t n, uint32_t key,
                                           const ElementNumbers& numbers) const {
-  visit_as<BFloat16Bits>(begin, n, [&](BFloat16Bits* dst, int64_t stride, int64_t offset, int64_t count) {
-    numbers.visit(begin + offset, count, key,
-                  [&](int64_t at, int64_t length, uint32_t own_key, uint32_t number, uint32_t number_stride) {
-                    store_stochastically(dst + at * stride, stride, block + offset + at, length, own_key, number,
-                                         number_stride);
-                  });
+  BFloat16Bits* dst = reinterpret_cast<BFloat16Bits*>(data_) + begin;
+  numbers.visit(begin, n, key, [&](int64_t at, int64_t length, uint32_t own_key, uint32_t number, uint32_t stride) {
+    store_stochastically(dst + at, block + at, length, own_key, number, stride);
   });
 }
 

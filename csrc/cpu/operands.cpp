@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "arguments.h"
+#include "layout_copy.h"
 
 namespace swd {
 namespace {
@@ -204,6 +205,15 @@ Operands OperandsReader::next() {
     const int64_t first = *layouts_++;
     x.numbers = ElementNumbers(first, positions());
   }
+  x.needs_staging = false;
+  x.elements_at_once = 1;
+  for (const Operand* part :
+       {&x.param, &x.exp_avg, &x.exp_avg_sq, &x.averaged, &x.grad, x.master ? &*x.master : &x.grad}) {
+    if (part->is_array()) continue;
+    x.needs_staging = true;
+    x.elements_at_once = std::max(x.elements_at_once, elements_at_once(part->positions(), part->item_size()));
+  }
+  if (!x.grad.is_array()) x.own_runs = in_memory_order(x.grad.positions());
   return x;
 }
 

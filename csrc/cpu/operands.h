@@ -34,6 +34,14 @@ struct Operands {
   std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded; or its remainder
   std::optional<ElementNumbers> numbers;
   std::optional<CodedMoments> coded;  // in place of exp_avg and exp_avg_sq
+  bool needs_staging;                 // whether some of it is not an array
+  int64_t elements_at_once;           // how many of the walk are then best copied together
+
+  // The gradient in the order in which it lies in memory, for sums that do not need the others beside it.
+  Operand grad_in_memory_order() const {
+    return Operand(grad.data(), grad.dtype(), {own_runs.data(), own_runs.size()});
+  }
+  std::vector<Run> own_runs;
 };
 
 // Checks that all tensors fit their parameters, and returns where each is, and how it lies in memory. `max_exp_avg_sqs`

@@ -7,6 +7,7 @@
 #include "arguments.h"
 #include "chunk_walk.h"
 #include "chunks.h"
+#include "staged.h"
 #include "tensor_scalars.h"
 
 namespace swd {
@@ -48,6 +49,30 @@ struct LastSums {
   }
 };
 
+// Calls f(begin, end) for each chunk, and leaves what it returns.
+template <typename Sum, typename F>
+void for_each_chunk(const ChunkWalk::Stretch& stretch, Sum* sums, const F& f,
+                    Direction direction = Direction::Forward) {
+  const int64_t chunks = (stretch.end - stretch.begin + ChunkWalk::CHUNK - 1) / ChunkWalk::CHUNK;
+  for (int64_t i = 0; i < chunks; ++i) {
+    const int64_t chunk = direction == Direction::Forward ? i : chunks - 1 - i;
+    const int64_t begin = stretch.begin + chunk * ChunkWalk::CHUNK;
+    sums[chunk] = f(begin, std::min(begin + ChunkWalk::CHUNK, stretch.end));
+  }
+}
+
+// The elements of a stretch, which of codes counts blocks.
+struct ElementRange {
+  int64_t begin, end;
+
+  ElementRange(const ChunkWalk::Stretch& stretch, int64_t columns) : begin(stretch.begin), end(stretch.end) {
+    if (!columns) return;
+    const int64_t width = walked_width(columns);
+    begin = first_element(columns, begin / width);
+    end = first_element(columns, end / width);
+  }
+};
+
 // The passes over all elements.
 class Walk {
  public:
@@ -65,21 +90,33 @@ class Walk {
     return std::accumulate(numels.begin(), numels.end(), int64_t{0});
   }
 
-  std::vector<double> gradient_sums() const {
-    return chunks_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
-      const Operand& grad = operands_[t].grad;
-      return grad.is_double() ? gradient_chunk<double>(grad, begin, end) : gradient_chunk<float>(grad, begin, end);
+  // What a step of all of them costs, in elements.
+  int64_t cost() const { return chunks_.cost(); }
+
+  std::vector<double> gradient_sums(Team& team) const {
+    return chunks_.sums_by_tensor<double>(team, Direction::Forward, [&](const Stretch& stretch, double* sums) {
+      const StagedOperand staged(operands_[stretch.tensor].grad_in_memory_order(), stretch.begin, stretch.end);
+      const Operand& grad = staged.operand();
+      for_each_chunk(stretch, sums, [&](int64_t begin, int64_t end) {
+        return grad.is_double() ? gradient_chunk<double>(grad, begin, end) : gradient_chunk<float>(grad, begin, end);
+      });
     });
   }
 
-  double max_exp_avg_sq_hat_sum(const TensorScalars& by_tensor, double grad_factor) const {
+  double max_exp_avg_sq_hat_sum(Team& team, const TensorScalars& by_tensor, double grad_factor) const {
     const auto scalars = by_tensor.each(
         [&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
-    const auto sums = updates_.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
-      if (operands_[t].coded) return max_exp_avg_sq_coded_chunk(operands_[t], scalars[t].as<float>(), begin, end);
-      return operands_[t].in_double ? max_exp_avg_sq_chunk<double>(operands_[t], scalars[t], begin, end)
-                                    : max_exp_avg_sq_chunk<float>(operands_[t], scalars[t].as<float>(), begin, end);
-    });
+    const auto sums =
+        updates_.sums_by_tensor<double>(team, Direction::Forward, [&](const Stretch& stretch, double* sums) {
+          const Staged staged = stage(stretch);
+          const Operands& x = staged.operands();
+          const Scalars<double>& own = scalars[stretch.tensor];
+          for_each_chunk(stretch, sums, [&](int64_t begin, int64_t end) {
+            if (x.coded) return max_exp_avg_sq_coded_chunk(x, own.as<float>(), begin, end);
+            return x.in_double ? max_exp_avg_sq_chunk<double>(x, own, begin, end)
+                               : max_exp_avg_sq_chunk<float>(x, own.as<float>(), begin, end);
+          });
+        });
     const auto bias_corrections2 = by_tensor.bias_corrections2();
     double total = 0;
     for (size_t t = 0; t < sums.size(); ++t) total += sums[t] / bias_corrections2[t];
@@ -87,21 +124,27 @@ class Walk {
   }
 
   // Advances `sums` and `steps` too. Returns the sum of grad^2.
-  double update(double* sums, float* steps, const TensorScalars& by_tensor, double exp_avg_sq_mean, double grad_factor,
-                const Rounding& rounding) const {
+  double update(Team& team, double* sums, float* steps, const TensorScalars& by_tensor, double exp_avg_sq_mean,
+                double grad_factor, const Rounding& rounding) const {
     const auto scalars = by_tensor.each([&](const Hyper& hyper, double before) {
       return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
     });
     const auto emitted =
-        updates_.sums_by_tensor<UpdateSums>(Direction::Backward, [&](int64_t t, int64_t begin, int64_t end) {
-          const Operands& x = operands_[t];
-          const uint32_t moments_key = rounding.key(t, by_tensor.step(t));
+        updates_.sums_by_tensor<UpdateSums>(team, Direction::Backward, [&](const Stretch& stretch, UpdateSums* sums) {
+          const Staged staged = stage(stretch);
+          const Operands& x = staged.operands();
+          const Scalars<double>& own = scalars[stretch.tensor];
+          const uint32_t moments_key = rounding.key(stretch.tensor, by_tensor.step(stretch.tensor));
           const RoundingKey key = x.numbers ? RoundingKey(moments_key) : std::nullopt;
-          if (x.coded) {
-            return update_coded_chunk(x, amsgrad_, scalars[t].as<float>(), moments_key, key, begin, end);
-          }
-          return x.in_double ? update_chunk<double>(x, amsgrad_, scalars[t], key, begin, end)
-                             : update_chunk<float>(x, amsgrad_, scalars[t].as<float>(), key, begin, end);
+          for_each_chunk(
+              stretch, sums,
+              [&](int64_t begin, int64_t end) {
+                if (x.coded) return update_coded_chunk(x, amsgrad_, own.as<float>(), moments_key, key, begin, end);
+                return x.in_double ? update_chunk<double>(x, amsgrad_, own, key, begin, end)
+                                   : update_chunk<float>(x, amsgrad_, own.as<float>(), key, begin, end);
+              },
+              Direction::Backward);
+          staged.write_back();
         });
     double grad_sum = 0;
     for (size_t t = 0; t < emitted.size(); ++t) {
@@ -125,8 +168,21 @@ class Walk {
       operands_.push_back(reader.next());
       const Operands& x = operands_.back();
       chunks_.add_tensor(x.has_grad ? x.numel : 0);
-      updates_.add_tensor(!x.has_grad ? 0 : x.coded ? walked_numel(x.numel, x.coded->columns) : x.numel);
+      const int64_t at_once = std::clamp((x.elements_at_once + CHUNK - 1) / CHUNK, int64_t{1}, MOST_CHUNKS_AT_ONCE);
+      updates_.add_tensor(!x.has_grad ? 0 : x.coded ? walked_numel(x.numel, x.coded->columns) : x.numel, at_once);
     }
+  }
+
+  using Stretch = ChunkWalk::Stretch;
+  static constexpr int64_t CHUNK = ChunkWalk::CHUNK;
+
+  // Copies of more, 4 MB of floats, would not stay in the cache.
+  static constexpr int64_t MOST_CHUNKS_AT_ONCE = 32;
+
+  Staged stage(const Stretch& stretch) const {
+    const Operands& x = operands_[stretch.tensor];
+    const ElementRange range(stretch, x.coded ? x.coded->columns : 0);
+    return Staged(x, range.begin, range.end);
   }
 
   ChunkWalk chunks_, updates_;  // over elements; over elements, and in place of coded ones over their blocks
@@ -141,7 +197,9 @@ Tensor gradient_sums(Tensor description, Tensor sums, Tensor steps, Tensor hyper
   const Walk walk(description);
   const TensorScalars by_tensor = walk.scalars(steps, hyper);
   const double* before = values<double>(sums, ScalarType::Double, walk.size(), "sums");
-  const GradientSums result(walk.gradient_sums(), walk.operands(), before, by_tensor);
+  std::vector<double> squares;
+  Team::run(walk.cost(), [&](Team& team) { squares = walk.gradient_sums(team); });
+  const GradientSums result(squares, walk.operands(), before, by_tensor);
   return results({result.grad, result.carried, result.fresh});
 }
 
@@ -149,7 +207,9 @@ Tensor max_exp_avg_sq_sum(Tensor description, Tensor steps, Tensor hyper, std::o
   const Walk walk(description);
   const TensorScalars by_tensor = walk.scalars(steps, hyper);
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
-  return results({walk.max_exp_avg_sq_hat_sum(by_tensor, factor)});
+  double sum = 0;
+  Team::run(walk.cost(), [&](Team& team) { sum = walk.max_exp_avg_sq_hat_sum(team, by_tensor, factor); });
+  return results({sum});
 }
 
 Tensor last_exp_avg_sq_sum(Tensor description, Tensor sums, Tensor steps, Tensor hyper) {
@@ -167,10 +227,14 @@ Tensor update_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, Tens
   double* next_sums = values<double>(sums, ScalarType::Double, walk.size(), "sums");
   const double mean = *values<double>(exp_avg_sq_mean, ScalarType::Double, 1, "exp_avg_sq_mean");
   const double factor = grad_factor ? *values<double>(*grad_factor, ScalarType::Double, 1, "grad_factor") : 1;
-  if (skip && *values<double>(*skip, ScalarType::Double, 1, "skip") != 0) {
-    return results({sum_of(walk.gradient_sums())});
-  }
-  return results({walk.update(next_sums, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding)});
+  const bool skips = skip && *values<double>(*skip, ScalarType::Double, 1, "skip") != 0;
+  double grad_sum = 0;
+  Team::run(walk.cost(), [&](Team& team) {
+    grad_sum =
+        skips ? sum_of(walk.gradient_sums(team))
+              : walk.update(team, next_sums, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding);
+  });
+  return results({grad_sum});
 }
 
 Tensor step_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, std::optional<double> max_grad_norm,
@@ -183,23 +247,26 @@ Tensor step_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, std::o
   const double unscale = grad_scale ? 1.0 / *values<float>(*grad_scale, ScalarType::Float, 1, "grad_scale") : 1;
   bool skip = found_inf && *values<float>(*found_inf, ScalarType::Float, 1, "found_inf") != 0;
   double factor = unscale, mean = 0, grad_norm = 0;
-  if (lagged) {
-    const LastSums last(sums_, walk.operands(), by_tensor);
-    mean = mean_of_sums(last.total, 0, 1, last.count);
-    if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums()));
-  } else {
-    const GradientSums pass1(walk.gradient_sums(), walk.operands(), sums_, by_tensor);
-    grad_norm = unscale * std::sqrt(pass1.grad);
-    if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
-    const double numel = static_cast<double>(walk.count());
-    mean = walk.amsgrad() ? mean_of_sums(walk.max_exp_avg_sq_hat_sum(by_tensor, factor), 0, 1, numel)
-                          : mean_of_sums(pass1.carried, pass1.fresh, factor, numel);
-    skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
-  }
-  if (!skip) {
-    const double updated = walk.update(sums_, static_cast<float*>(steps.data_ptr()), by_tensor, mean, factor, rounding);
-    if (lagged) grad_norm = unscale * std::sqrt(updated);
-  }
+  Team::run(walk.cost(), [&](Team& team) {
+    if (lagged) {
+      const LastSums last(sums_, walk.operands(), by_tensor);
+      mean = mean_of_sums(last.total, 0, 1, last.count);
+      if (skip) grad_norm = unscale * std::sqrt(sum_of(walk.gradient_sums(team)));
+    } else {
+      const GradientSums pass1(walk.gradient_sums(team), walk.operands(), sums_, by_tensor);
+      grad_norm = unscale * std::sqrt(pass1.grad);
+      if (max_grad_norm) factor *= clip_factor(grad_norm, *max_grad_norm);
+      const double numel = static_cast<double>(walk.count());
+      mean = walk.amsgrad() ? mean_of_sums(walk.max_exp_avg_sq_hat_sum(team, by_tensor, factor), 0, 1, numel)
+                            : mean_of_sums(pass1.carried, pass1.fresh, factor, numel);
+      skip = skip || (skip_nonfinite && !std::isfinite(grad_norm));
+    }
+    if (!skip) {
+      float* counts = static_cast<float*>(steps.data_ptr());
+      const double updated = walk.update(team, sums_, counts, by_tensor, mean, factor, rounding);
+      if (lagged) grad_norm = unscale * std::sqrt(updated);
+    }
+  });
   return results({mean, grad_norm, skip ? 1.0 : 0.0});
 }
 
@@ -209,21 +276,32 @@ Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64
   ChunkWalk walk(averaged.size());
   std::vector<std::vector<Run>> runs;
   std::vector<Operand> operands;
-  std::vector<const float*> scale_addresses;
+  std::vector<CodedMoments> coded;
   for (size_t t = 0; t < averaged.size(); ++t) {
     const View view(averaged[t]);
     const bool is_coded = !columns.empty() && columns[t];
     if (view.dtype != ScalarType::Byte || !is_coded) check_dtype(view, "exp_avg_sq");
     walk.add_tensor(is_coded ? walked_numel(view.numel(), columns[t]) : view.numel());
-    scale_addresses.push_back(is_coded ? static_cast<const float*>(scales[t].data_ptr()) : nullptr);
+    float* root_scales = is_coded ? static_cast<float*>(scales[t].data_ptr()) : nullptr;
+    coded.push_back({{nullptr, nullptr, nullptr, root_scales}, is_coded ? columns[t] : 0, 0, 0});
     runs.push_back(runs_of(view, is_coded ? WalkOrder::along_rows() : WalkOrder(view)));
     operands.emplace_back(view.data, view.dtype, Positions(runs.back().data(), runs.back().size()));
   }
-  return results(walk.sums_by_tensor<double>(Direction::Forward, [&](int64_t t, int64_t begin, int64_t end) {
-    if (scale_addresses[t]) return stored_coded_chunk(operands[t], scale_addresses[t], columns[t], begin, end);
-    return operands[t].is_double() ? stored_chunk<double>(operands[t], begin, end)
-                                   : stored_chunk<float>(operands[t], begin, end);
-  }));
+  std::vector<double> sums;
+  Team::run(walk.cost(), [&](Team& team) {
+    sums = walk.sums_by_tensor<double>(team, Direction::Forward, [&](const auto& stretch, double* slots) {
+      const int64_t t = stretch.tensor;
+      const CodedMoments& codes = coded[t];
+      const ElementRange range(stretch, codes.columns);
+      const StagedOperand staged(operands[t], range.begin, range.end);
+      const Operand& x = staged.operand();
+      for_each_chunk(stretch, slots, [&](int64_t begin, int64_t end) {
+        if (codes.columns) return stored_coded_chunk(x, codes, begin, end);
+        return x.is_double() ? stored_chunk<double>(x, begin, end) : stored_chunk<float>(x, begin, end);
+      });
+    });
+  });
+  return results(sums);
 }
 
 }  // namespace swd

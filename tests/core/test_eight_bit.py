@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.state import eight_bit
+from swd_fused.state.rounding import scrambled
 from tests.eight_bit_definition import WRONG, EightBitAdamS, Group
 from tests.runs import error, is_interpreted, random_grads, random_params, run, steps_for, to_numpy
 
@@ -280,3 +281,18 @@ def test_a_group_may_have_its_own(backend: str) -> None:
     assert [optimizer.state[param]["exp_avg"].dtype for param in params[1:]] == [torch.float32, torch.bfloat16]
     with pytest.raises(ValueError, match="state_dtype='4bit', wanted one of"):
         optimizer.add_param_group({"params": random_params([(5,)]), "state_dtype": "4bit"})
+
+
+@pytest.mark.parametrize("number", [0, (1 << 25) - 1, (1 << 31) + 5, (1 << 40) + 7])
+@pytest.mark.parametrize("key", [1, 0x80000000, 0xFFFFFFFF])
+def test_random_bits_are_those_of_whole_numbers(number: int, key: int) -> None:
+    """They are computed in int32, which wraps around: here in Python's numbers, which do not."""
+
+    def pair_bits(pair: int) -> int:
+        of_pair = (key + scrambled(pair >> 32)) & 0xFFFFFFFF
+        return scrambled(of_pair ^ (pair * 0x9E3779B9 & 0xFFFFFFFF))
+
+    hashes = [pair_bits(number * 128 + place) for place in range(128)]
+    noises = eight_bit.noise_of_blocks(torch.tensor(key), torch.tensor([number]))
+    for low, noise in zip((0, 8), noises, strict=True):
+        assert noise[0].tolist() == [bits >> shift & 0xFF for bits in hashes for shift in (low, low + 16)]

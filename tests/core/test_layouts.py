@@ -171,3 +171,57 @@ def test_mixed_dtypes_in_one_group(backend: str) -> None:
     torch.testing.assert_close(
         optimizer.exp_avg_sq_mean, torch.tensor(float(reference.exp_avg_sq_mean)).double(), rtol=1e-6, atol=0
     )
+
+
+# Several chunks of 32,768 elements, and tiles of 8 by 8 with a rest in both directions.
+LARGE = {
+    "matrix": (203, 517),
+    "wide matrix": (21, 9001),
+    "convolution": (70, 61, 3, 3),
+    "rows of 16": (4099, 16),
+    "rows of 27": (1301, 3, 3, 3),
+}
+LARGE_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "reversed": lambda x: x.permute(*range(x.dim())[::-1]).contiguous().permute(*range(x.dim())[::-1]),
+    "second dimension last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "sliced": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
+    "gapped rows": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+}
+STATES: dict[str, tuple[torch.dtype, dict[str, object]]] = {
+    "float32": (torch.float32, {}),
+    "float64": (torch.float64, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True}),
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
+    "8 bits": (torch.float32, {"state_dtype": "8bit"}),
+    "8 bits, amsgrad": (torch.float32, {"state_dtype": "8bit", "amsgrad": True}),
+}
+
+
+def large_step(shape: tuple[int, ...], state: str, param_layout: str | None, grad_layout: str | None) -> list[Tensor]:
+    """Takes lagged steps, whose mean does not depend on the order in which squares of gradients are added."""
+    dtype, options = STATES[state]
+    generator = torch.Generator().manual_seed(0)
+    values, *grads = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    param = torch.nn.Parameter(LARGE_LAYOUTS[param_layout](values) if param_layout else values)
+    optimizer = FusedAdamS([param], schedule="lagged", backend="cpu", lr=0.1, **options)
+    for grad in grads:
+        param.grad = LARGE_LAYOUTS[grad_layout](grad) if grad_layout else grad
+        optimizer.step()
+    state_tensors = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+    return [param.detach(), *state_tensors]
+
+
+@pytest.mark.parametrize("layout", LARGE_LAYOUTS)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
+def test_layouts_of_large_tensors_give_the_same_bits(shape: tuple[int, ...], state: str, layout: str) -> None:
+    """Where parameter and moments are laid out alike, the mean is a sum in another order. Codes are row-major."""
+    plain = large_step(shape, state, None, None)
+    assert all(map(torch.equal, plain, large_step(shape, state, None, layout)))
+    if state == "8 bits":
+        assert all(map(torch.equal, plain, large_step(shape, state, layout, None)))
+        assert all(map(torch.equal, plain, large_step(shape, state, layout, layout)))
+    else:
+        for one, other in zip(plain, large_step(shape, state, layout, layout), strict=True):
+            assert one.allclose(other) if one.dtype.itemsize > 2 else (one != other).float().mean() < 1e-3

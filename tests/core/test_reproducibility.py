@@ -46,12 +46,26 @@ def trained(threads: int, backend: str, **options: Any) -> list[torch.Tensor]:
     return [*params, optimizer.exp_avg_sq_mean, optimizer.grad_norm]
 
 
+# Enough elements for a second thread, and for eight; with a gradient in another order than its parameter.
+LARGE_SHAPES = [(300_001,), (300, 50), (7,), (600, 500), (1300, 40, 3, 3)]
+
+
+def trained_in_threads(threads: int, **options: Any) -> list[torch.Tensor]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    params = random_params(LARGE_SHAPES)
+    grads = [[g.t().contiguous().t() if g.dim() == 2 else g for g in step] for step in random_grads(LARGE_SHAPES, 3)]
+    optimizer = FusedAdamS(params, backend="cpu", **options)
+    run(params, grads, optimizer)
+    return [*params, optimizer.exp_avg_sq_mean, optimizer.grad_norm]
+
+
 @pytest.mark.usefixtures("_restore_threads")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, pytest.param({"state_dtype": "8bit"}, id="8bit")])
 def test_threads_do_not_matter(options: dict[str, Any]) -> None:
-    one = trained(1, backend="cpu", **options)
+    one = trained_in_threads(1, **options)
     for threads in (2, 3, 8):
-        assert all(map(torch.equal, one, trained(threads, backend="cpu", **options)))
+        assert all(map(torch.equal, one, trained_in_threads(threads, **options)))
 
 
 @pytest.mark.backends(split=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "reversed": lambda x: _reversed(_reversed(x).contiguous()),
+    "second dimension last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 1 else x,
     "gapped": lambda x: torch.stack([x, x], dim=-1)[..., 0],
     "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
 }

@@ -1,0 +1,91 @@
+#include "team.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace swd {
+namespace {
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+// Waits for what another thread is about to do, which takes it no longer than a portion, tens of microseconds. Only
+// then it yields, since that one may need this core: another program would keep it for milliseconds, so that a million
+// elements beside one such program took three times as long.
+template <typename F>
+void wait_until(const F& holds) {
+  constexpr int SPINS = 20000;  // about half a millisecond
+  for (int spin = 0; !holds(); ++spin) {
+    spin < SPINS ? pause() : std::this_thread::yield();
+  }
+}
+
+}  // namespace
+
+Team::Team(int64_t threads) : threads_(threads) {
+  if (threads == 1) return;
+  for (Pass& pass : passes_) pass.taken = std::vector<Counter>(threads);
+}
+
+void Team::run(int64_t elements, const Program& program) {
+  const int64_t wanted = elements / ELEMENTS_OF_THREAD;
+  const int64_t threads = wanted < 2 ? 1 : std::min(wanted, int64_t{torch::stable::get_num_threads()});
+  Team team(threads);
+  if (threads == 1) return program(team);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
+    if (begin != 0) return team.join(begin);
+    struct End {
+      ~End() { is_over.store(true, std::memory_order_release); }
+      std::atomic<bool>& is_over;
+    } const end{team.is_over_};
+    program(team);
+  });
+}
+
+void Team::each(int64_t portions, bool backward, const Portion& f) {
+  if (threads_ == 1) {
+    for (int64_t i = 0; i < portions; ++i) f(backward ? portions - 1 - i : i);
+    return;
+  }
+  const int64_t number = begun_.load(std::memory_order_relaxed);
+  STD_TORCH_CHECK(number < MOST_PASSES, "swd_fused: a step has at most ", MOST_PASSES, " passes");
+  Pass& pass = passes_[number];
+  pass.f = &f;
+  pass.portions = portions;
+  pass.backward = backward;
+  begun_.store(number + 1, std::memory_order_release);
+  work(pass, 0);
+  wait_until([&] { return pass.done.value.load(std::memory_order_acquire) == portions; });
+}
+
+void Team::work(Pass& pass, int64_t own_share) noexcept {
+  for (int64_t i = 0; i < threads_; ++i) {
+    const int64_t share = (own_share + i) % threads_;
+    const int64_t from = pass.portions * share / threads_, to = pass.portions * (share + 1) / threads_;
+    for (;;) {
+      const int64_t taken = pass.taken[share].value.fetch_add(1, std::memory_order_relaxed);
+      if (taken >= to - from) break;
+      (*pass.f)(pass.backward ? to - 1 - taken : from + taken);
+      pass.done.value.fetch_add(1, std::memory_order_acq_rel);
+    }
+  }
+}
+
+void Team::join(int64_t own_share) noexcept {
+  for (int64_t number = 0;; ++number) {
+    wait_until(
+        [&] { return begun_.load(std::memory_order_acquire) > number || is_over_.load(std::memory_order_acquire); });
+    if (begun_.load(std::memory_order_acquire) <= number) return;
+    work(passes_[number], own_share);
+  }
+}
+
+}  // namespace swd
