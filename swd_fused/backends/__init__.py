@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swd_fused import source_tree
 from swd_fused.backends.torch_backend import TorchBackend
+from swd_fused.backends.torch_sums import sums_of_squares as sums_of_squares  # for those who have no bucket
 from swd_fused.schedule import Gate
 from swd_fused.tensors.bucket import Bucket
 

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding, is_dtensor
-from swd_fused.state.rounding import LOW_32_BITS, scrambled
+from swd_fused.state.rounding import LOW_32_BITS, as_int32, scrambled, scrambled_int32_
 from swd_fused.tensors.element_numbers import RANK_DISTANCE, ranks_before
 
 BLOCK = 256
+PAIRS = BLOCK // 2  # of elements
+GOLDEN = 0x9E3779B9  # 2^32 divided by the golden ratio: spreads consecutive numbers
 
 # Smaller tensors are a small share of a model and keep float32. So do vectors such as biases and norms, which would
 # have to where they are sharded: a checkpoint should not depend on that. And so do tensors whose rows are so short that
@@ -143,12 +145,16 @@ def moment_keys(rounding_keys: Tensor) -> Tensor:
 
 
 def noise_of_blocks(key: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for both moments of each element 8 random bits. Two neighbours share a hash of 32 bits."""
-    pairs = numbers[..., None] * (BLOCK // 2) + torch.arange(BLOCK // 2, dtype=torch.int64, device=numbers.device)
-    keys = (key + scrambled(pairs >> 32)) & LOW_32_BITS
-    bits = scrambled(keys ^ ((pairs * 0x9E3779B9) & LOW_32_BITS))
-    first, second = ((torch.stack([bits >> low, bits >> low + 16], -1) & 0xFF).flatten(-2) for low in (0, 8))
-    return first, second
+    """Returns for both moments of each element 8 random bits. Two neighbours share a hash of 32 bits.
+
+    A pair's number is PAIRS times its block's, plus its place. So its upper 32 bits are those of the block, and only
+    the lower ones are computed by pair, as int32: half the memory of int64, and no bits to mask after a product.
+    """
+    places = as_int32(torch.arange(PAIRS, dtype=torch.int64, device=numbers.device) * GOLDEN)
+    keys = as_int32(key + scrambled(numbers * PAIRS >> 32))
+    bits = scrambled_int32_((as_int32(numbers * (PAIRS * GOLDEN))[..., None] + places).bitwise_xor_(keys[..., None]))
+    both = bits.view(torch.uint8).view(*numbers.shape, BLOCK, 2)  # of each 32 bits the lowest come first
+    return both[..., 0], both[..., 1]
 
 
 # --- The codec
@@ -157,9 +163,13 @@ def noise_of_blocks(key: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 def decoded(key: str, codes: Tensor, scales: Tensor) -> Tensor:
     """Returns a moment in float32."""
     rows, columns = rows_and_columns(codes.shape)
-    wide = scales.reshape(rows, blocks_of_row(columns)).repeat_interleave(BLOCK, 1)[:, :columns].reshape(codes.shape)
-    values = codes.to(torch.float32) * wide
-    return values.square() if key == "exp_avg_sq" else values
+    blocks = blocks_of_row(columns)
+    values = codes.to(torch.float32)
+    if values.is_contiguous() and columns == blocks * BLOCK:
+        values.view(rows, blocks, BLOCK).mul_(scales.reshape(rows, blocks, 1))
+    else:
+        values *= scales.reshape(rows, blocks).repeat_interleave(BLOCK, 1)[:, :columns].reshape(codes.shape)
+    return values.mul_(values) if key == "exp_avg_sq" else values
 
 
 def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
@@ -167,21 +177,31 @@ def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple
     rows, columns = rows_and_columns(values.shape)
     blocks = blocks_of_row(columns)
     matrix = values.reshape(rows, columns)
-    matrix = torch.nn.functional.pad(matrix.sqrt() if key == "exp_avg_sq" else matrix, (0, blocks * BLOCK - columns))
-    in_blocks = matrix.view(rows, blocks, BLOCK)
-    scales = in_blocks.abs().amax(-1) * (1 / LARGEST_CODE[key]) if columns else matrix.new_zeros(rows, blocks)
+    in_blocks = whole_blocks(matrix.sqrt() if key == "exp_avg_sq" else matrix).view(rows, blocks, BLOCK)
+    scales = largest_sizes(in_blocks) * (1 / LARGEST_CODE[key]) if columns else matrix.new_zeros(rows, blocks)
     inverse = torch.where(scales > LEAST_SCALE, (1 << FRACTION_BITS) / scales, 0.0)
-    fixed = (in_blocks * inverse[..., None]).round().nan_to_num(0.0).to(torch.int32)
-    codes = (fixed + noise) >> FRACTION_BITS
-    codes = codes.clamp(1 if key == "exp_avg_sq" else -LARGEST_CODE[key], LARGEST_CODE[key])
+    codes = (in_blocks * inverse[..., None]).round_().nan_to_num_(0.0).to(torch.int32)
+    codes = codes.add_(noise).bitwise_right_shift_(FRACTION_BITS)
+    codes = codes.clamp_(1 if key == "exp_avg_sq" else -LARGEST_CODE[key], LARGEST_CODE[key])
     codes = codes.to(CODE_DTYPES[key]).view(rows, blocks * BLOCK)[:, :columns].reshape(values.shape)
     return codes, scales.view(scales_shape(values.shape))
 
 
+def whole_blocks(matrix: Tensor) -> Tensor:
+    """Fills the last block of each row with zeros. By itself `pad` copies also where there is nothing to fill."""
+    missing = -matrix.shape[1] % BLOCK
+    return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix.contiguous()
+
+
+def largest_sizes(blocks: Tensor) -> Tensor:
+    """Returns the largest absolute value of each block, without a copy of all."""
+    return torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_()).abs_()
+
+
 def sum_of_squares(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum of a second moment. Within a block it is exact: a sum of whole numbers."""
+    """Returns the sum of a second moment. Within a block it is exact: of whole numbers, in all below 2^24."""
     rows, columns = rows_and_columns(codes.shape)
-    blocks = torch.nn.functional.pad(codes.reshape(rows, columns), (0, -columns % BLOCK)).view(-1, BLOCK)
-    parts = torch.split(blocks, PIECE // BLOCK)
-    squares = torch.cat([part.to(torch.int32).square().sum(-1) for part in parts])
+    parts = torch.split(whole_blocks(codes.reshape(rows, columns)).view(-1, BLOCK), PIECE // BLOCK)
+    wide = (part.to(torch.float32) for part in parts)
+    squares = torch.cat([part.mul_(part).sum(-1) for part in wide])
     return (squares.to(dtype) * scales.flatten().to(dtype).square()).sum()

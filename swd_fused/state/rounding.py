@@ -25,6 +25,18 @@ def scrambled(x: Number) -> Number:
     return x ^ (x >> 16)
 
 
+def as_int32(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers."""
+    return (((x + (1 << 31)) & LOW_32_BITS) - (1 << 31)).to(torch.int32)
+
+
+def scrambled_int32_(x: Tensor) -> Tensor:
+    """`scrambled` of int32 numbers in place, whose products wrap around. Shifts copy the sign, which is masked."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
 def rounding_start(seed: int) -> int:
     """32 bits that depend on all 64 of the seed."""
     low, high = seed & LOW_32_BITS, seed >> 32
