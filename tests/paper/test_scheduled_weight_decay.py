@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ LAMBDA = "scheduled_weight_decay"
 WRAPPED_GROUPS = [{**{k: v for k, v in g.items() if k != "weight_decay"}, LAMBDA: g["weight_decay"]} for g in GROUPS]
 
 
-def wrapped(params: list[torch.nn.Parameter], **options: Any) -> ScheduledWeightDecay:
+def wrapped(params: list[torch.nn.Parameter], kind: Any = torch.optim.Adam, **options: Any) -> ScheduledWeightDecay:
     groups = [{**group, "params": [params[i] for i in group["params"]]} for group in WRAPPED_GROUPS]
-    return ScheduledWeightDecay(torch.optim.Adam(groups), **options)
+    return ScheduledWeightDecay(kind(groups, **options))
 
 
 def coming_and_going(grads: list[list[Tensor]]) -> list[list[Tensor | None]]:
@@ -37,12 +38,89 @@ def coming_and_going(grads: list[list[Tensor]]) -> list[list[Tensor | None]]:
 # --- With Adam
 
 
-def test_of_adam_equals_the_paper() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_of_adam_equals_the_paper(kind: Any, implementation: str) -> None:
+    """Fused it decays within its own kernel, else before."""
     params = random_params(SHAPES, torch.float64)
-    grads = random_grads(SHAPES, STEPS, torch.float64)
+    grads = coming_and_going(random_grads(SHAPES, STEPS, torch.float64))
     reference = defined(params, grads)
-    run(params, grads, wrapped(params))
+    run(params, grads, wrapped(params, kind, **{implementation: True}))
     assert error(params, reference.params) < 1e-14
+
+
+def fused_adam(params: list[torch.nn.Parameter], **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam(params, fused=True, **options)
+
+
+def test_a_fused_optimizer_gets_its_groups_back() -> None:
+    params = random_params([(4,), (3,)])
+    adam = torch.optim.Adam([{"params": params[:1]}, {"params": params[1:], LAMBDA: 0.0}], fused=True)
+    optimizer = ScheduledWeightDecay(adam, weight_decay=1e-3)
+    seen: list[list[tuple[float, bool]]] = []
+
+    def entries(*_: Any) -> None:
+        seen.append([(group["weight_decay"], group["decoupled_weight_decay"]) for group in adam.param_groups])
+
+    adam.register_step_pre_hook(entries)
+    run(params, [[torch.full((4,), 0.1), torch.full((3,), 0.1)]], optimizer)
+    entries()
+    assert seen == [[(pytest.approx(1e-2, rel=1e-6), True), (0.0, False)], [(0.0, False), (0.0, False)]]
+
+    def fails(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    adam.register_step_post_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    entries()
+    assert seen[-1] == [(0.0, False), (0.0, False)]
+
+
+def test_a_decay_that_somebody_sets_in_a_fused_optimizer_is_obeyed() -> None:
+    params = random_params([(30,)], torch.float64)
+    twins = copy.deepcopy(params)
+    optimizers = [
+        ScheduledWeightDecay(torch.optim.Adam(list_, fused=fused), 1e-3)
+        for list_, fused in ((params, True), (twins, False))
+    ]
+    grads = random_grads([(30,)], 5, torch.float64)
+    for list_, optimizer in zip((params, twins), optimizers, strict=True):
+        optimizer.param_groups[0]["weight_decay"] = 0.3
+        run(list_, grads, optimizer)
+    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("build", [fused_adam, torch.optim.Adam])
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_lr_zero_changes_no_weight(build: Any, lr: Any) -> None:
+    params = random_params([(4,)], torch.float64)
+    before = params[0].detach().clone()
+    optimizer = ScheduledWeightDecay(build(params, lr=lr, eps=0.0), weight_decay=1e300)  # and 1e300 / 1e-30 overflows
+    run(params, [[torch.full((4,), 1e-30, dtype=torch.float64)]], optimizer)
+    assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e25])
+@pytest.mark.parametrize("numel", [300, 1 << 20])
+def test_the_mean_of_gradients_of_any_size_is_right(size: float, numel: int) -> None:
+    """Their squares are out of float32's range, and a million of them added one by one would be off by 4e-4."""
+    param = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = ScheduledWeightDecay(torch.optim.SGD([param], lr=0.0))
+    run([param], [[torch.full((numel,), size)]] * 2, optimizer)
+    assert float(optimizer.exp_avg_sq_mean) == pytest.approx(float(np.float32(size)) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_no_step_waits_for_a_device(kind: Any) -> None:
+    """On the meta device whatever reads a number raises."""
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in [(300,), (3, 5)]]
+    optimizer = ScheduledWeightDecay(kind(params, lr=1e-2))
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    assert optimizer.exp_avg_sq_mean.is_meta
 
 
 @pytest.mark.parametrize("wrong", [w for w in WRONG if w.__name__ != "MeanNotClipped"], ids=lambda w: w.__name__)
@@ -91,7 +169,7 @@ def test_max_decay_binds_and_says_so_once() -> None:
     params = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64))]
     optimizer = ScheduledWeightDecay(torch.optim.SGD(params, lr=1.0), weight_decay=1.0, max_decay=0.2)
     grads = [[torch.full((4,), 1e-6, dtype=torch.float64)]] * 2
-    with pytest.warns(UserWarning, match=r"max_decay=0\.2 binds .* rms gradient") as caught:
+    with pytest.warns(UserWarning, match=r"max_decay=0\.2 binds .* rms gradient.* a larger max_decay=") as caught:
         run(params, grads, optimizer)
     assert len(caught) == 1
     torch.testing.assert_close(params[0].detach(), torch.full((4,), 0.8**2, dtype=torch.float64), rtol=1e-5, atol=0)
@@ -184,7 +262,85 @@ def test_groups_that_the_wrapped_optimizer_does_not_decay_stay_without() -> None
     assert lambdas(torch.optim.Adam([{"params": [a]}, {"params": [b], LAMBDA: 0.1}])) == [7e-4, 0.1]
 
 
+def of_decays(*decays: float, kind: Any = torch.optim.AdamW, **entries: Any) -> torch.optim.Optimizer:
+    """An optimizer with a group for each decay."""
+    params = random_params([(2,)] * len(decays))
+    pairs = zip(params, decays, strict=True)
+    return kind([{"params": [param], "weight_decay": decay, **entries} for param, decay in pairs], lr=1e-3)
+
+
+def test_decays_that_differ_keep_their_ratio() -> None:
+    with pytest.warns(UserWarning, match=r"differs: 0\.001, 2e-05, 1e-05\. Lambda is 0\.0007 .* weight_decay=None"):
+        assert lambdas(of_decays(1e-5, 2e-5, 0.0, 1e-3)) == pytest.approx([7e-6, 1.4e-5, 0.0, 7e-4])
+
+
+def test_without_a_number_each_group_keeps_its_own() -> None:
+    wrapped_one = of_decays(1e-5, 2e-5, 0.0, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = ScheduledWeightDecay(wrapped_one, weight_decay=None)
+        of_given = ScheduledWeightDecay(of_decays(1e-5, 2e-5, **{LAMBDA: 3e-4}))
+    assert [group[LAMBDA] for group in optimizer.param_groups] == [1e-5, 2e-5, 0.0, 1e-3]
+    assert [group["weight_decay"] for group in wrapped_one.param_groups] == [0.0] * 4
+    assert [group[LAMBDA] for group in of_given.param_groups] == [3e-4, 3e-4]
+
+
+@pytest.mark.parametrize("remade", [lambda it: it, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_lambda_of_groups_added_later_follows_from_their_decay(remade: Any) -> None:
+    cases = [(7e-4, of_decays(1e-3), 1.4e-5), (None, of_decays(1e-3), 2e-5), (7e-4, of_decays(0.0), 7e-4)]
+    for weight_decay, optimizer, expected in cases:
+        own = remade(ScheduledWeightDecay(optimizer, weight_decay))
+        a, b, c = random_params([(2,)] * 3)
+        own.add_param_group({"params": [a], "weight_decay": 2e-5})
+        own.add_param_group({"params": [b], "weight_decay": 0.0})
+        own.add_param_group({"params": [c], "weight_decay": 0.3, LAMBDA: 1e-6})
+        assert [group[LAMBDA] for group in own.param_groups[1:]] == [pytest.approx(expected), 0.0, 1e-6]
+        assert all(group["weight_decay"] == 0 for group in own.param_groups)
+
+
 # --- Used like the optimizer that it wraps
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer with more than torch's methods, as those that are free of schedules have."""
+
+    is_training = False
+    max_decay = "its own"
+
+    def train(self) -> None:
+        self.is_training = True
+
+
+def test_what_it_lacks_is_the_wrapped_optimizers() -> None:
+    optimizer = ScheduledWeightDecay(Averaging(random_params([(2,)]), lr=0.1))
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not one.is_training
+        one.train()
+        assert one.is_training
+        assert one.optimizer.is_training
+        assert one.param_groups is one.optimizer.param_groups
+        with pytest.raises(AttributeError, match="'Averaging' object has no attribute 'eval'"):
+            one.eval()
+        with pytest.raises(AttributeError, match="'ScheduledWeightDecay' object has no attribute '_private'"):
+            _ = one._private
+    with pytest.raises(AttributeError, match="'optimizer'"):
+        _ = ScheduledWeightDecay.__new__(ScheduledWeightDecay).optimizer
+
+
+def test_grad_scaler_does_not_take_it_for_a_fused_optimizer() -> None:
+    """GradScaler leaves the scale in gradients if `_step_supports_amp_scaling`."""
+    params = random_params([(40,)], torch.float64)
+    twins = copy.deepcopy(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [ScheduledWeightDecay(fused_adam(list_), 1e-2) for list_ in (params, twins)]
+    for (grad,) in random_grads([(40,)], 5, torch.float64):
+        scaler.scale((params[0] * grad).sum()).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[0].zero_grad()
+        twins[0].grad = grad.clone()
+        optimizers[1].step()
+    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-13)
 
 
 def test_learning_rate_schedulers_and_closures_work() -> None:
@@ -296,6 +452,36 @@ def test_adams_state_is_taken_over_and_given_back() -> None:
     torch.optim.Adam(params).load_state_dict(own.state_dict())
 
 
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_averages_that_begin_anew_say_so(has_steps: bool) -> None:
+    params = random_params([(9,), (4,)])
+    plain = torch.optim.RMSprop(params)
+    if has_steps:
+        run(params, [[torch.ones(9), None]], plain)
+    own = ScheduledWeightDecay(torch.optim.RMSprop(params))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own.load_state_dict(plain.state_dict())
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == has_steps
+    if has_steps:
+        assert "1 of its parameters have only square_avg, step: their averages begin anew" in messages[0]
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.load_state_dict(own.state_dict())
+
+
+def test_steps_that_are_counted_in_groups_are_found() -> None:
+    params = random_params([(9,)], torch.float64)
+    own = ScheduledWeightDecay(torch.optim.SGD(params, lr=0.1))
+    saved = torch.optim.SGD(params, lr=0.1).state_dict()
+    saved["state"][0] = {"exp_avg_sq": torch.full((9,), 0.5, dtype=torch.float64)}
+    saved["param_groups"][0]["step"] = 3
+    own.load_state_dict(saved)
+    assert own.state_dict()["averages"] == {0: {"exp_avg_sq_sum": torch.tensor(4.5), "step": 3}}
+
+
 # --- Refusals
 
 
@@ -307,6 +493,7 @@ def test_adams_state_is_taken_over_and_given_back() -> None:
         (lambda p: ScheduledWeightDecay(torch.optim.LBFGS(p)), "LBFGS"),
         (lambda p: ScheduledWeightDecay(torch.optim.Adam(p), weight_decay=-1), "weight_decay"),
         (lambda p: ScheduledWeightDecay(torch.optim.Adam(p), max_decay=0), "max_decay"),
+        (lambda p: ScheduledWeightDecay(torch.optim.Adam(p), weight_decay=None), "no group decays"),
     ],
 )
 def test_what_cannot_work_is_refused(build: Any, message: str) -> None:
