@@ -17,10 +17,16 @@ from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, SUM, TENSOR
 PASS1_BLOCKS = tl.constexpr(8)
 
 
-# Squares of float32 numbers leave its range where gradients are below 1e-19 or above 1e19, so sums of them are taken
-# again in float64 where that may have lost something. The lower limit: up to 2^18 squares, each of which may have lost
-# 2^-126, lose no more than float32's resolution of 2^-80.
+# Squares of float32 numbers leave its range where gradients are below 1e-19 or above 1e19, so where that may have lost
+# something they are summed again, scaled by a power of two: in wide loads that do not wait for one another, and in
+# float32, since float64 has a 64th of the rate on many GPUs. Sums are of up to 2^18 squares.
+# - What is above LEAST_FLOAT_SUM has lost at most 2^18 * 2^-126 of it, no more than float32's resolution.
+# - What is below it is below 2^-79 in truth, too, so of squares that are 2^200 times as large no sum exceeds 2^121. The
+#   least number, 2^-149, then has the square 2^-98, so nothing is lost: if the sum is 0, all gradients are.
+# - What is infinite is above 2^127 in truth, 2^-73 if scaled down, of which 2^18 * 2^-126 may be lost; squares are then
+#   below 2^56, so that only infinite gradients have an infinite sum. NaN remains NaN.
 LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
+SCALE_UP, SCALE_DOWN = tl.constexpr(2.0**100), tl.constexpr(2.0**-100)
 
 
 @triton.jit
@@ -38,6 +44,25 @@ def whole_and_rest(segment, CONFIG: tl.constexpr):
 
 @triton.jit
 def sum_of_squares(segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    return kept_squares(sum_of_scaled_squares(segment, 1.0, GRAD, COMPUTE, False), segment, GRAD, COMPUTE)
+
+
+@triton.jit
+def kept_squares(squares, segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+    """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
+    if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
+        if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
+            WIDE: tl.constexpr = COMPUTE if GRAD.primitive_bitwidth <= 32 else tl.float64
+            scale = tl.where(squares < LEAST_FLOAT_SUM, SCALE_UP, SCALE_DOWN)
+            squares = sum_of_scaled_squares(segment, scale.to(WIDE), GRAD, WIDE, True)
+            inverse = 1 / scale.to(tl.float64)
+            squares = squares * inverse * inverse
+    return squares
+
+
+@triton.jit
+def sum_of_scaled_squares(segment, scale, GRAD: tl.constexpr, COMPUTE: tl.constexpr, SCALED: tl.constexpr):
+    """The sum of (scale * grad)^2. What is not SCALED need not be multiplied."""
     BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
     PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
     grad = elements(segment.row, TENSOR.grad, segment.start, GRAD)
@@ -49,30 +74,21 @@ def sum_of_squares(segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
             if PACKED == 2:
                 words = grad.to(tl.pointer_type(tl.uint32))
                 x, y = load_pairs(words, begin // 2 + block * BLOCK + lanes, GRAD, COMPUTE)
-                total += x * x
-                total += y * y
+                total += square(x, scale, SCALED)
+                total += square(y, scale, SCALED)
             else:
                 x = load_block(grad, begin + block * BLOCK + lanes, segment.count, COMPUTE, BLOCK // THREADS)
-                total += x * x
+                total += square(x, scale, SCALED)
     for begin in range(whole, segment.count, BLOCK):
-        x = load_block(grad, begin + lanes, segment.count, COMPUTE, 0)
-        total += x * x
-    return kept_squares(tl.sum(total.to(tl.float64)), segment, GRAD, COMPUTE)
+        total += square(load_block(grad, begin + lanes, segment.count, COMPUTE, 0), scale, SCALED)
+    return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
-def kept_squares(squares, segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
-    """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
-    if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
-        if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
-            grad = elements(segment.row, TENSOR.grad, segment.start, GRAD)
-            lanes = tl.arange(0, THREADS)
-            total = tl.zeros([THREADS], tl.float64)
-            for begin in range(0, segment.count, THREADS):
-                x = load_block(grad, begin + lanes, segment.count, tl.float64, 0)
-                total += x * x
-            squares = tl.sum(total)
-    return squares
+def square(x, scale, SCALED: tl.constexpr):
+    if SCALED:
+        x = x * scale
+    return x * x
 
 
 @triton.jit
