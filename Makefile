@@ -43,6 +43,8 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work
 	$(BIN)/python -m benchmarks.mixed_precision
+	$(BIN)/python -m benchmarks.cliffs
+	$(BIN)/python -m benchmarks.busy_machine
 endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.

@@ -15,12 +15,16 @@ import pytest
 import torch
 
 from benchmarks import (
+    busy_machine,
+    cliffs,
     collective_cost,
     early_decay,
     gpu,
     host_work,
     memory,
     mixed_precision,
+    plot_busy_machine,
+    plot_cliffs,
     plot_sharded_step,
     plot_step_time,
     plot_training_memory,
@@ -401,6 +405,10 @@ HELPFUL = [
     collective_cost,
     early_decay,
     roofline,
+    cliffs,
+    plot_cliffs,
+    busy_machine,
+    plot_busy_machine,
 ]
 
 
