@@ -35,7 +35,7 @@ struct Tile {
       low[i] = i / 2 + i % 2 * N;
       high[i] = low[i] + N / 2;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 3
     for (int round = 1; round < N; round *= 2) {
       Row woven[N];
 #pragma GCC unroll 8
@@ -43,14 +43,14 @@ struct Tile {
         woven[2 * i] = __builtin_shuffle(rows[i], rows[i + N / 2], low);
         woven[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + N / 2], high);
       }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
       for (int i = 0; i < N; ++i) rows[i] = woven[i];
     }
   }
 };
 
-// from[i * from_pitch + k] to to[k * to_pitch + i], for i < rows and k < columns. Tiles of 16 floats touch each line of
-// the cache once: planes whose pitch is a power of two have their lines in few places of it, and lose them at once.
+// from[i * from_pitch + k] to to[k * to_pitch + i], for i < rows and k < columns. It waits for memory, not for
+// shuffles: tiles of 8 or 16, prefetches 16, 32 or 64 rows ahead, 1 to 8 lines of a row at once take the same time.
 template <int N, typename Word>
 SWD_INLINE void transpose_tiles(Word* to, int64_t to_pitch, const Word* from, int64_t from_pitch, int64_t rows,
                                 int64_t columns) {
@@ -59,25 +59,24 @@ SWD_INLINE void transpose_tiles(Word* to, int64_t to_pitch, const Word* from, in
       for (int64_t k = 0; k < columns; ++k) to[k * to_pitch + i] = from[i * from_pitch + k];
     }
   } else {
-    constexpr int SMALLER = N == 16 ? 8 : 1;
     const int64_t whole_rows = rows / N * N, whole_columns = columns / N * N;
     for (int64_t i = 0; i < whole_rows; i += N) {
       prefetch(from, i + AHEAD, std::min(i + AHEAD + N, rows), from_pitch, columns);
       for (int64_t k = 0; k < whole_columns; k += N) {
         Tile<Word, N> tile;
-#pragma GCC unroll 16
+#pragma GCC unroll 8
         for (int64_t r = 0; r < N; ++r) {
           tile.rows[r] = get<typename Tile<Word, N>::Row>(from + (i + r) * from_pitch + k);
         }
         tile.transpose();
-#pragma GCC unroll 16
+#pragma GCC unroll 8
         for (int64_t r = 0; r < N; ++r) put(to + (k + r) * to_pitch + i, tile.rows[r]);
       }
     }
-    transpose_tiles<SMALLER>(to + whole_columns * to_pitch, to_pitch, from + whole_columns, from_pitch, whole_rows,
-                             columns - whole_columns);
-    transpose_tiles<SMALLER>(to + whole_rows, to_pitch, from + whole_rows * from_pitch, from_pitch, rows - whole_rows,
-                             columns);
+    transpose_tiles<1>(to + whole_columns * to_pitch, to_pitch, from + whole_columns, from_pitch, whole_rows,
+                       columns - whole_columns);
+    transpose_tiles<1>(to + whole_rows, to_pitch, from + whole_rows * from_pitch, from_pitch, rows - whole_rows,
+                       columns);
   }
 }
 
