@@ -38,7 +38,6 @@ lint: $(VENV)/.with-demo,bench,paper,test
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.step_time --device $(DEVICE)
 ifeq ($(DEVICE),cpu)
-	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.training_loops
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,13 +32,11 @@ from benchmarks import (
     step_time,
     timing,
     training_loops,
-    training_step,
 )
 from benchmarks.conditions import read_rows
 from benchmarks.contenders import CONTENDERS as ALL_CONTENDERS
 from benchmarks.contenders import GPU_CONTENDERS as ALL_GPU_CONTENDERS
 from benchmarks.contenders import TORCHAO, Contender, parameters, selected, taking_part
-from benchmarks.small_models import SmallGPT, SmallResNet
 from benchmarks.suites import SUITES, Suite
 from benchmarks.timing import Quartiles, interleaved_order
 
@@ -248,35 +245,18 @@ def test_host_work_is_not_that_of_the_interpreter(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("_keep_threads")
-def test_training_step_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {
-        "small-gpt": training_step.Workload(partial(SmallGPT, vocabulary=11, context=6, width=32, layers=1), 2),
-        "small-resnet": training_step.Workload(partial(SmallResNet, width=4, blocks=1), 2),
-    }
-    monkeypatch.setattr(training_step, "WORKLOADS", tiny)
-    training_step.main(["--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path / "training_step.csv")
-    assert len(rows) == len(tiny) * len(training_step.COMPARED)
-    for row in rows:
-        peer = next(r for r in rows if r["model"] == row["model"] and r["contender"] == row["peer"])
-        own, other, rest = (
-            float(value)
-            for value in (row["optimizer_median_s"], peer["optimizer_median_s"], row["forward_backward_median_s"])
-        )
-        assert float(row["added"]) == pytest.approx((own - other) / (rest + other))
-        assert float(row["optimizer_share"]) == pytest.approx(own / (rest + own))
-
-
-@pytest.mark.usefixtures("_keep_threads")
 def test_training_loops_command(tmp_path: Path) -> None:
-    training_loops.main(["--model", "MLP", "--threads", "1", "--repeats", "2", "--out", str(tmp_path)])
+    """Without time left for more, there are five rounds."""
+    arguments = ["--model", "MLP", "--threads", "1", "--repeats", "9", "--budget", "0", "--out", str(tmp_path)]
+    training_loops.main(arguments)
     rows = rows_of(tmp_path / "training_loops.csv")
     assert [row["contender"] for row in rows] == [contender.name for contender in training_loops.CONTENDERS]
     medians = {row["contender"]: float(row["median_s"]) for row in rows}
     for row in rows:
-        assert (row["model"], row["parameters"], row["threads"]) == ("MLP", "5702", "1")
-        if row["peer"]:
-            assert float(row["ratio"]) == pytest.approx(medians[row["contender"]] / medians[row["peer"]])
+        assert (row["model"], row["parameters"], row["threads"], row["repeats"]) == ("MLP", "5702", "1", "5")
+        own, peer, rest = medians[row["contender"]], medians[row["peer"]], float(row["forward_backward_s"])
+        assert float(row["ratio"]) == pytest.approx(own / peer)
+        assert float(row["whole_ratio"]) == pytest.approx((rest + own) / (rest + peer))
 
 
 def test_sharded_step_command(tmp_path: Path) -> None:
@@ -398,7 +378,6 @@ HELPFUL = [
     memory,
     mixed_precision,
     training_loops,
-    training_step,
     sharded_step,
     plot_sharded_step,
     plot_training_memory,
