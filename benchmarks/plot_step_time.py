@@ -37,10 +37,12 @@ COLOURS = {
     "authors' loop": "#CC79A7",
 }
 PANELS = {
-    PEER: "Without clipping: time of a step / AdamW fused",
-    CLIPPED_PEER: "With clipping: time of a step / AdamW fused + clip_grad_norm_",
+    PEER: "AdamW fused is at 1",
+    CLIPPED_PEER: "clip_grad_norm_ + AdamW fused is at 1",
 }
-BAR = 0.21  # inches
+OURS = ("(cpu)", "(triton)")  # of kernels, which are drawn full, and the others as rings
+ROW = 0.62  # inches
+SPREAD = 0.72  # of a row's height, over which its points are spread
 CAPTION_WIDTH = 150  # characters, of some 170 that the picture has room for
 LEAST_RANGE = 0.75, 1.5  # of the ratios' axis, where all are near 1
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)
@@ -54,18 +56,19 @@ def plot(csv_path: Path, picture_path: Path | None = None) -> Path:
 
 
 def figure_of(rows: Sequence[Row]) -> Figure:
-    panels = {peer: bars for peer in PANELS if (bars := [row for row in rows if is_bar(row, peer)])}
-    # A gap of one bar between suites, and one more at the ends.
-    heights = [len(bars) + len(suites_of(bars)) + 1 for bars in panels.values()] or [1]
-    figure = Figure(figsize=(10, BAR * sum(heights) + 1.1 * len(heights) + 0.9), layout="constrained")
-    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
-    for axis, (peer, bars) in zip(axes, panels.items(), strict=False):
-        draw_panel(axis, rows, bars, PANELS[peer])
+    panels = {peer: points for peer in PANELS if (points := [row for row in rows if is_compared(row, peer)])}
+    suites = max((len(suites_of(points)) for points in panels.values()), default=1)
+    figure = Figure(figsize=(11, ROW * suites + 2.6), layout="constrained")
+    axes = figure.subplots(1, max(1, len(panels)), squeeze=False, width_ratios=[1.6, 1][: len(panels)] or None)[0]
+    for axis, (peer, points) in zip(axes, panels.items(), strict=False):
+        draw_panel(axis, rows, points, PANELS[peer], with_sizes=axis is axes[0])
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside upper center", ncols=4, frameon=False)
     figure.supxlabel(caption(rows), fontsize=7.5, color="#444444", x=0.01, ha="left")
     return figure
 
 
-def is_bar(row: Row, peer: str) -> bool:
+def is_compared(row: Row, peer: str) -> bool:
     """The peer itself is the line at 1."""
     return row["peer"] == peer and row["contender"] != peer
 
@@ -74,57 +77,62 @@ def suites_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["suite"] for row in rows))
 
 
-def draw_panel(axis: Axes, rows: Sequence[Row], bars: Sequence[Row], title: str) -> None:
-    """Bars start at 1 on a logarithmic axis: to the left is faster than the peer, to the right slower."""
-    peer_medians = {row["suite"]: float(row["median_s"]) for row in rows if row["contender"] == bars[0]["peer"]}
-    centres, names = [], []
-    position = 0.0
-    for suite in suites_of(bars):
-        group = [row for row in bars if row["suite"] == suite]
-        for offset, row in enumerate(group):
-            draw_bar(axis, row, position + offset, peer_medians[suite])
-        centres.append(position + (len(group) - 1) / 2)
-        names.append(f"{suite}\n{count(group[0]['elements'])} elements\ntensors: {count(group[0]['tensors'])}")
-        position += len(group) + 1
-    axis.set_yticks(centres, names, fontsize=8)
+def draw_panel(axis: Axes, rows: Sequence[Row], points: Sequence[Row], title: str, with_sizes: bool) -> None:
+    """Draws a row of points for each suite, on a logarithmic axis."""
+    peer_medians = {row["suite"]: float(row["median_s"]) for row in rows if row["contender"] == points[0]["peer"]}
+    suites = suites_of(points)
+    names = []
+    for position, suite in enumerate(suites):
+        group = [row for row in points if row["suite"] == suite]
+        for index, row in enumerate(group):
+            offset = (index / (len(group) - 1) - 0.5) * SPREAD if len(group) > 1 else 0.0
+            draw_point(axis, row, position + offset, peer_medians[suite])
+        tensors = f"tensors: {count(group[0]['tensors'])}"
+        names.append(f"{suite}\n{count(group[0]['elements'])} elements\n{tensors}" if with_sizes else "")
+        if position % 2 == 0:
+            axis.axhspan(position - 0.5, position + 0.5, color="#f3f3f3", zorder=0)
+    axis.set_yticks(range(len(suites)), names, fontsize=8)
     axis.tick_params(axis="y", length=0)
-    axis.set_ylim(position - 0.7, -1.5)
+    axis.set_ylim(len(suites) - 0.5, -0.5)
     axis.set_xscale("log")
     axis.plot(LEAST_RANGE, (0, 0), linestyle="none")
     axis.xaxis.set_major_locator(FixedLocator(TICKS))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.tick_params(axis="x", labelbottom=True)
+    axis.tick_params(axis="x", labelsize=8)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.axvline(1, color="black", linewidth=1)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_title(title, fontsize=10.5, loc="left")
-    for text, offset, side in (("faster ", -3, "right"), (" slower", 3, "left")):
-        axis.annotate(text, (1, -1.4), (offset, 0), textcoords="offset points", ha=side, va="top", fontsize=8)
-    handles, labels = axis.get_legend_handles_labels()
-    by_label = dict(zip(labels, handles, strict=True))
-    axis.legend(by_label.values(), by_label.keys(), fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axis.set_title(title, fontsize=9.5, loc="left")
+    axis.set_xlabel("time of a step: faster to the left, slower to the right", fontsize=8)
 
 
 def count(number: str) -> str:
     return f"{int(number):,}" if int(number) < 1e6 else f"{int(number) / 1e6:.2f}M"
 
 
-def draw_bar(axis: Axes, row: Row, position: float, peer_median: float) -> None:
+def draw_point(axis: Axes, row: Row, position: float, peer_median: float) -> None:
     ratio = float(row["ratio"])
     low, high = float(row["q1_s"]) / peer_median, float(row["q3_s"]) / peer_median
     colour = COLOURS[row["contender"]]
-    axis.barh(position, ratio - 1, left=1, height=0.86, color=colour, label=row["contender"], zorder=2)
-    axis.errorbar(ratio, position, xerr=[[ratio - low], [high - ratio]], color="#222222", linewidth=1.1, capsize=2)
-    axis.annotate(
-        f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}",
-        (max(high, 1), position),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
+    is_ours = row["contender"].endswith(OURS)
+    axis.plot([low, high], [position, position], color=colour, linewidth=1.4, alpha=0.6, zorder=2)
+    axis.plot(
+        ratio,
+        position,
+        marker="o",
+        markersize=5.5 if is_ours else 4.5,
+        markerfacecolor=colour if is_ours else "white",
+        markeredgecolor=colour,
+        linestyle="none",
+        label=row["contender"],
+        zorder=3,
     )
+    if is_ours:
+        text = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 6.5}
+        axis.annotate(text, (max(high, ratio), position), **place)
 
 
 def caption(rows: Sequence[Row]) -> str:
@@ -136,7 +144,7 @@ def caption(rows: Sequence[Row]) -> str:
     if first["device"] != "cpu":
         place = first["device"]
     lines = [
-        f"Ratio of medians, whiskers: quartiles. All contenders take turns. {first['dtype']}, {place}.",
+        f"Ratio of medians, lines: quartiles. All contenders take turns. {first['dtype']}, {place}.",
         f"torch {first['torch']}, swd_fused {first['swd_fused']}, Python {first['python']}, {first['date'][:10]}. "
         f"Repeats: {repeats}.",
     ]
