@@ -1,8 +1,8 @@
 """Writes what the C++ kernels compute here to a file, or compares two such files, of x86-64 and of aarch64.
 
 Steps from given gradients must leave the same bits on both: parameters, moments, 8-bit codes, scales and sums, and with
-them the random bits. Training also goes through torch's own operations, which differ in the last bits, so that it is
-compared to rounding.
+them the random bits. x86-64 must have AVX2 and FMA for that, since aarch64 fuses multiply with add. Training also goes
+through torch's own operations, which differ in the last bits, and is compared to rounding.
 """
 
 from __future__ import annotations
@@ -138,11 +138,19 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
 
 
+def is_same(name: str, one: Tensor, other: Tensor) -> bool:
+    """Returns whether all bits are the same. But the norm that a step of 8-bit moments reports without a pass of its
+    own is summed in float32 by lanes, of which AVX-512 has more."""
+    if "8 bits" in name and name.endswith("norm"):
+        return apart(one, other) < 1e-6
+    return torch.equal(bits(one), bits(other))
+
+
 def compare(path: Path, other_path: Path) -> int:
     files = [torch.load(each, weights_only=True) for each in (path, other_path)]
     one, other = (file["stepped"] for file in files)
     assert one.keys() == other.keys()
-    differing = [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+    differing = [name for name in one if not is_same(name, one[name], other[name])]
     machines = " and ".join(file["machine"] for file in files)
     print(f"{machines}: of {len(one)} tensors that {STEPS} steps left, {len(differing)} differ in some bit")
     for name in differing[:SHOWN]:
