@@ -35,7 +35,7 @@ test-kernels: $(VENV)/.with-test
 	$(BIN)/python -m swd_fused
 	SWD_FUSED_TEST_BACKENDS=cpu $(BIN)/python -m pytest $(KERNEL_TESTS)
 
-# The same for aarch64 in emulation, see tests/arm/README.md, and whether its results are those of this machine: 1.6 GB
+# The same for aarch64 in emulation, see tests/arm/README.md, and whether its results are those of this machine: 1.3 GB
 # in ~/.cache/swd-arm.
 test-arm: $(VENV)/.with-test
 	tests/arm/run python -m swd_fused
