@@ -4,9 +4,11 @@ BIN := $(VENV)/bin
 DEVICE ?= cpu
 # By file, since some files set up for minutes what their tests share.
 IN_PARALLEL := -n auto --dist loadfile
+KERNEL_TESTS := tests/backends/test_ops.py $(addprefix tests/core/test_,definition.py layouts.py eight_bit.py masters.py \
+	mixed_precision.py decay_kinds.py first_moment.py element_numbers.py reproducibility.py)
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-gpu gpu-report test-virtual-gpu lint bench frameworks paper wheel compat docs clean
+.PHONY: demo test test-gpu gpu-report test-virtual-gpu test-kernels test-arm lint bench frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -28,11 +30,26 @@ test-virtual-gpu:
 	tests/virtual_gpu/run python -m pytest $(IN_PARALLEL)
 	tests/virtual_gpu/run --devices 2 python -m pytest tests/backends/test_gpu.py -k device
 
+# The C++ kernels alone, in all that they can do. For other machines than x86-64.
+test-kernels: $(VENV)/.with-test
+	$(BIN)/python -m swd_fused
+	SWD_FUSED_TEST_BACKENDS=cpu $(BIN)/python -m pytest $(KERNEL_TESTS)
+
+# The same for aarch64 in emulation, see tests/arm/README.md, and whether its results are those of this machine: 1.3 GB
+# in ~/.cache/swd-arm.
+test-arm: $(VENV)/.with-test
+	tests/arm/run python -m swd_fused
+	tests/arm/run python -m pytest -v $(KERNEL_TESTS)
+	mkdir -p build
+	$(BIN)/python -m tests.arm.results write build/results-here.pt
+	tests/arm/run python -m tests.arm.results write $(abspath build/results-aarch64.pt)
+	$(BIN)/python -m tests.arm.results compare build/results-here.pt build/results-aarch64.pt
+
 lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/backends/*.cpp tests/gpu_code/*.cpp tests/virtual_gpu/driver/*.[ch]
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/backends/*.cpp tests/backends/team_check/torch/*/*/*.h tests/gpu_code/*.cpp tests/virtual_gpu/driver/*.[ch]
 
 # DEVICE=cuda measures steps on a CUDA or ROCm GPU; the rest is about the CPU.
 bench: $(VENV)/.with-bench

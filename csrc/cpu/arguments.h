@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <vector>
@@ -37,8 +38,9 @@ Tensor as_tensor(const std::vector<T>& numbers, ScalarType dtype) {
   // torch::stable::empty looks aten::empty up by its name in each call, 1 us of a small model's step.
   const int64_t size = static_cast<int64_t>(numbers.size()), stride = 1;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, static_cast<int32_t>(dtype),
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  // Not STABLE_TORCH_ERROR_CODE_CHECK, which torch 2.10 does not have.
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, static_cast<int32_t>(dtype),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
   const Tensor out(handle);
   std::copy(numbers.begin(), numbers.end(), static_cast<T*>(out.data_ptr()));
   return out;

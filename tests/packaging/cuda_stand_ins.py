@@ -1,13 +1,15 @@
 """Empty CUDA libraries, so that a CUDA build of torch runs on the CPU without gigabytes of packages.
 
 Such a build is linked against libraries that it needs for GPUs only. Each of them gets a stand-in, whose functions
-return "no device is there". For trying versions of torch on x86-64.
+return "no device is there". For trying versions of torch, of this machine or of another one that CC compiles for.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ CUDA_FUNCTION = re.compile(
     r"^(__cuda|cu[A-Z]|cu(da|blas|dnn|fft|file|pti|rand|solver|sparse)|nccl|nv(rtc|tx|shmem|JitLink|perf))"
 )
 NO_DEVICE = 100  # cudaErrorNoDevice, and CUDA_ERROR_NO_DEVICE
+RETURN = {"EM_X86_64": f"movl ${NO_DEVICE}, %eax\nret", "EM_AARCH64": f"mov w0, #{NO_DEVICE}\nret"}
 
 
 def install(libraries: Path) -> list[str]:
@@ -30,10 +33,16 @@ def install(libraries: Path) -> list[str]:
         names = {name for path in files for name in _undefined(path)}
         # In a library of their own: the loader insists on versions of those that are in the one where it expects them.
         functions = libraries / "libcuda_stand_in.so"
-        _build(functions, "\n".join(_function(name) for name in sorted(names) if CUDA_FUNCTION.search(name)))
+        labels = [_function(name) for name in sorted(names) if CUDA_FUNCTION.search(name)]
+        _build(functions, "\n".join([*labels, RETURN[_machine(files[0])]]))
         for name in missing:
             _build(libraries / name, "", "-Wl,--no-as-needed", str(functions))
     return missing
+
+
+def _machine(path: Path) -> str:
+    with path.open("rb") as file:
+        return str(ELFFile(file)["e_machine"])
 
 
 def _needed(path: Path) -> Iterator[str]:
@@ -51,11 +60,15 @@ def _undefined(path: Path) -> Iterator[str]:
 
 
 def _function(name: str) -> str:
-    return f".globl {name}\n.type {name}, @function\n{name}:"
+    return f".globl {name}\n.type {name}, %function\n{name}:"
 
 
-def _build(path: Path, labels: str, *linked: str) -> None:
-    code = f'.text\n{labels}\nmovl ${NO_DEVICE}, %eax\nret\n.section .note.GNU-stack,"",@progbits\n'
+def _build(path: Path, instructions: str, *linked: str) -> None:
+    code = f'.text\n{instructions}\n.section .note.GNU-stack,"",%progbits\n'
     options = ["-shared", "-nostdlib", f"-Wl,-soname,{path.name}", "-Wl,-rpath,$ORIGIN", "-o", str(path)]
-    command = ["cc", *options, "-x", "assembler", "-", "-x", "none", *linked]
+    command = [os.environ.get("CC", "cc"), *options, "-x", "assembler", "-", "-x", "none", *linked]
     subprocess.run(command, input=code, text=True, check=True)
+
+
+if __name__ == "__main__":
+    print("\n".join(install(Path(sys.argv[1]))))
