@@ -1,4 +1,4 @@
-"""How the learning rate goes over a run: warm-up and a cosine to zero, or stairs down and up again."""
+"""How the learning rate goes over a run: warm-up and a cosine to zero, or stairs down and back up."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Staircase:
 LrSchedule = Cosine | Staircase
 
 
-def stairs(lr: float, divisors: Sequence[int], shortest: int, lengthening: int) -> Staircase:
-    """Corrected decay settles last: in steps as many as the inverse square of the learning rate, so stages are too."""
-    lengths = tuple(max(shortest, lengthening * divisor**2) for divisor in divisors)
+def stairs(lr: float, divisors: Sequence[int], shortest: int, lengthening: int, power: int) -> Staircase:
+    """Makes stages as much longer as decay is slower there, with `lr` divided by each of `divisors`."""
+    lengths = tuple(max(shortest, lengthening * divisor**power) for divisor in divisors)
     return Staircase(tuple(lr / divisor for divisor in divisors), lengths)

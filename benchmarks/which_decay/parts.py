@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY
-from benchmarks.which_decay.lr_schedules import Cosine, LrSchedule, stairs
+from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY, by_name
+from benchmarks.which_decay.lr_schedules import Cosine, LrSchedule, Staircase, stairs
 from benchmarks.which_decay.run import Run, Store
 
 
@@ -27,12 +27,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Stairs(Part):
-    """Measures exponents: all seeds of one decay."""
+    """Measures exponents: all seeds of one decay.
+
+    `schedule` is the one of corrected kinds: their time constant goes as the inverse square of the learning rate, that
+    of the others as the inverse, or for AdamS its 4/3rd power.
+    """
+
+    faster: Staircase
 
     def runs(self, data: str) -> list[Run]:
         """Seeds last, so that an interrupted part has all contenders of the seeds it has begun with."""
-        decay = self.decays[0]
-        return [self.run(c.name, decay, seed, data) for seed in range(self.seeds) for c in DECAYING]
+        return [
+            replace(run, schedule=run.schedule if by_name(run.contender).corrected else self.faster)
+            for seed in range(self.seeds)
+            for run in (self.run(contender.name, self.decays[0], seed, data) for contender in DECAYING)
+        ]
 
 
 @dataclass(frozen=True)
@@ -60,18 +69,34 @@ class Grid(Part):
                 yield self.run(contender, decay, seed, data)
 
 
+def stairs_part(
+    name: str,
+    task: str,
+    lr: float,
+    divisors: Sequence[int],
+    decay: float,
+    lengths: tuple[int, int, int],
+    seeds: int,
+    every: int,
+) -> Stairs:
+    """`lengths` are the shortest stage, and what is multiplied by the divisor's square or by the divisor."""
+    shortest, corrected, faster = lengths
+    slow = stairs(lr, divisors, shortest, corrected, power=2)
+    return Stairs(name, task, slow, (decay,), seeds, every, stairs(lr, divisors, shortest, faster, power=1))
+
+
 FULL: Sequence[Stairs | Grid] = (
-    Stairs("exponents", "digits", stairs(1e-2, (1, 2, 4, 8, 4, 2, 1), 1500, 300), (1.0,), seeds=5, every=250),
-    Grid("gpt", "gpt", Cosine(2e-3, 600, 60), (0.1, 0.3, 1.0, 3.0), seeds=3, every=20),
-    Grid("resnet", "resnet", Cosine(3e-3, 1500, 75), (0.03, 0.1, 0.3, 1.0), seeds=3, every=50),
-    Stairs("resnet-exponents", "plain resnet", stairs(5e-3, (1, 2, 4, 2, 1), 800, 300), (2.0,), seeds=3, every=200),
+    stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, (1500, 300, 600), seeds=5, every=250),
+    Grid("gpt", "gpt", Cosine(2e-3, 700, 70), (0.1, 0.3, 1.0, 3.0), seeds=3, every=35),
+    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), seeds=3, every=50),
+    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, (800, 150, 300), seeds=3, every=100),
 )
 
 QUICK: Sequence[Stairs | Grid] = (
-    Stairs("exponents", "digits", stairs(1e-2, (1, 2, 4, 1), 40, 10), (5.0,), seeds=2, every=20),
+    stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 1), 5.0, (80, 60, 80), seeds=2, every=20),
     Grid("gpt", "gpt", Cosine(2e-3, 6, 2), (0.1, 1.0), seeds=2, every=2),
     Grid("resnet", "resnet", Cosine(3e-3, 4, 1), (0.1, 1.0), seeds=2, every=2),
-    Stairs("resnet-exponents", "plain resnet", stairs(5e-3, (1, 2), 4, 1), (2.0,), seeds=2, every=2),
+    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2), 2.0, (4, 1, 1), seeds=2, every=2),
 )
 
 NAMES = tuple(part.name for part in FULL)

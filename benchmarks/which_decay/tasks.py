@@ -42,7 +42,7 @@ class ProseGPT:
     """A million parameters, or few to try it out. Predicts bytes; the token embedding is the output layer too."""
 
     betas = (0.9, 0.99)
-    batch_size = 8
+    batch_size = 4  # many small steps: it is their number that decay needs
 
     def __init__(self, text: Path | None, quick: bool) -> None:
         self.prose = read_prose(text)
@@ -74,12 +74,12 @@ class CifarResNet:
     """20,000 parameters. A tenth of the training images is for validation."""
 
     betas = (0.9, 0.999)
-    augment = True
+    batch_size, augment = 32, True
 
-    def __init__(self, data: Path | None, batch_size: int = 64) -> None:
+    def __init__(self, data: Path | None) -> None:
         images = load_images("cifar10", data, torch.device("cpu"), 0)
         assert isinstance(images, Tensors)
-        self.images, self.batch_size = images, batch_size
+        self.images = images
         self.train_count = len(images.train_labels) - len(images.train_labels) // 10
         self.data = f"CIFAR-10, {self.train_count} training images"
 
@@ -107,12 +107,9 @@ class CifarResNet:
 
 
 class PlainResNet(CifarResNet):
-    """The same for stairs: smaller batches and no augmentation, since it is time per step that counts there."""
+    """The same for stairs: without augmentation, since it is time per step that counts there."""
 
     augment = False
-
-    def __init__(self, data: Path | None) -> None:
-        super().__init__(data, batch_size=32)
 
 
 class ScaleFreeDigits:
