@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY, by_name
+from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY, Contender
 from benchmarks.which_decay.lr_schedules import Cosine, LrSchedule, Staircase, stairs
 from benchmarks.which_decay.run import Run, Store
 
@@ -29,19 +29,25 @@ class Part:
 class Stairs(Part):
     """Measures exponents: all seeds of one decay.
 
-    `schedule` is the one of corrected kinds: their time constant goes as the inverse square of the learning rate, that
-    of the others as the inverse, or for AdamS its 4/3rd power.
+    Kinds settle at different speeds. The time constant of corrected ones goes as the inverse square of the learning
+    rate, so they have stages of their own, `corrected`; cautious ones decay about half as fast, and have `cautious`.
     """
 
-    faster: Staircase
+    corrected: Staircase
+    cautious: Staircase
 
     def runs(self, data: str) -> list[Run]:
         """Seeds last, so that an interrupted part has all contenders of the seeds it has begun with."""
         return [
-            replace(run, schedule=run.schedule if by_name(run.contender).corrected else self.faster)
+            replace(self.run(contender.name, self.decays[0], seed, data), schedule=self.schedule_of(contender))
             for seed in range(self.seeds)
-            for run in (self.run(contender.name, self.decays[0], seed, data) for contender in DECAYING)
+            for contender in DECAYING
         ]
+
+    def schedule_of(self, contender: Contender) -> LrSchedule:
+        if contender.corrected:
+            return self.corrected
+        return self.cautious if contender.cautious else self.schedule
 
 
 @dataclass(frozen=True)
@@ -75,28 +81,36 @@ def stairs_part(
     lr: float,
     divisors: Sequence[int],
     decay: float,
-    lengths: tuple[int, int, int],
+    lengths: tuple[int, int, int, int],
     seeds: int,
     every: int,
 ) -> Stairs:
-    """`lengths` are the shortest stage, and what is multiplied by the divisor's square or by the divisor."""
-    shortest, corrected, faster = lengths
-    slow = stairs(lr, divisors, shortest, corrected, power=2)
-    return Stairs(name, task, slow, (decay,), seeds, every, stairs(lr, divisors, shortest, faster, power=1))
+    """`lengths` are the shortest stage, and what others are a multiple of: plain, corrected and cautious ones."""
+    shortest, plain, corrected, cautious = lengths
+    return Stairs(
+        name,
+        task,
+        stairs(lr, divisors, shortest, plain, power=1),
+        (decay,),
+        seeds,
+        every,
+        stairs(lr, divisors, shortest, corrected, power=2),
+        stairs(lr, divisors, shortest, cautious, power=1),
+    )
 
 
 FULL: Sequence[Stairs | Grid] = (
-    stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, (1500, 300, 600), seeds=5, every=250),
-    Grid("gpt", "gpt", Cosine(2e-3, 700, 70), (0.1, 0.3, 1.0, 3.0), seeds=3, every=35),
+    stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, (1500, 600, 320, 1200), seeds=3, every=50),
+    Grid("gpt", "gpt", Cosine(2e-3, 700, 70), (0.3, 1.0, 3.0), seeds=3, every=35),
     Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), seeds=3, every=50),
-    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, (800, 150, 300), seeds=3, every=100),
+    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, (800, 320, 160, 640), seeds=3, every=100),
 )
 
 QUICK: Sequence[Stairs | Grid] = (
-    stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 1), 5.0, (80, 60, 80), seeds=2, every=20),
+    stairs_part("exponents", "digits", 1e-2, (1, 2, 3, 1), 20.0, (40, 40, 20, 60), seeds=2, every=20),
     Grid("gpt", "gpt", Cosine(2e-3, 6, 2), (0.1, 1.0), seeds=2, every=2),
     Grid("resnet", "resnet", Cosine(3e-3, 4, 1), (0.1, 1.0), seeds=2, every=2),
-    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2), 2.0, (4, 1, 1), seeds=2, every=2),
+    stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2), 2.0, (4, 1, 1, 1), seeds=2, every=2),
 )
 
 NAMES = tuple(part.name for part in FULL)

@@ -29,6 +29,7 @@ MARKERS = {c.name: "^" if c.cautious else "s" if c.corrected else "o" for c in C
 
 TASKS = {"gpt": "GPT on prose", "resnet": "ResNet on CIFAR-10"}
 NETS = {"digits": "all weights without scale, noisy digits", "plain resnet": "ResNet, CIFAR-10"}
+PREDICTED = "#009E73"
 NET_STYLES = {"digits": ("o", "#000000"), "plain resnet": ("s", "#CC79A7")}
 
 
@@ -59,7 +60,7 @@ def main_picture(losses: Sequence[Row], stages: Sequence[Row], path: Path) -> Pa
     for axis, task in zip(axes, tasks, strict=False):
         draw_losses(axis, [row for row in losses if row["task"] == task])
     if tasks:
-        axes[0].set_ylabel("validation loss at the end")
+        axes[0].set_ylabel("validation loss, difference from no decay")
         figure.legend(handles=list(handles()), loc="outside upper left", ncols=4, fontsize=8, frameon=False)
     if found:
         draw_exponents(axes[-1], found)
@@ -76,30 +77,33 @@ def handles() -> Iterator[Line2D]:
 
 
 def draw_losses(axis: Axes, own: Sequence[Row]) -> None:
-    """Draws seed 0 over the grid as lines, and at the best decay the mean of all seeds, from lowest to highest."""
-    lowest = min(float(row["validation_loss"]) for row in own)
-    none = [float(row["validation_loss"]) for row in own if row["contender"] == NO_DECAY]
-    if none:
-        axis.axhspan(min(none), max(none), color=COLOURS[NO_DECAY], alpha=0.2, linewidth=0)
-        axis.axhline(fmean(none), color=COLOURS[NO_DECAY], linewidth=1)
+    """Draws differences from the run without decay of the same seed, since seeds differ more than kinds do.
+
+    Lines are seed 0 over the grid. Markers are means over seeds at the best decay, bars reach from lowest to highest.
+    """
+    without = {row["seed"]: float(row["validation_loss"]) for row in own if is_of(row, NO_DECAY)}
+    axis.axhline(0.0, color=COLOURS[NO_DECAY], linewidth=1.2)
     for place, contender in enumerate(DECAYING):
         name = contender.name
-        grid = sorted(
-            (float(r["decay"]), float(r["validation_loss"])) for r in own if is_of(r, name) and r["seed"] == "0"
-        )
+        differences: dict[float, dict[str, float]] = {}
+        for row in own:
+            if is_of(row, name) and row["seed"] in without:
+                of_decay = differences.setdefault(float(row["decay"]), {})
+                of_decay[row["seed"]] = float(row["validation_loss"]) - without[row["seed"]]
+        grid = sorted((decay, of_decay["0"]) for decay, of_decay in differences.items() if "0" in of_decay)
         if not grid:
             continue
-        shift = 1.035 ** (place - (len(DECAYING) - 1) / 2)  # so that bars do not cover each other
+        shift = 1.04 ** (place - (len(DECAYING) - 1) / 2)  # so that bars do not cover each other
         axis.plot(
             [shift * decay for decay, _ in grid],
-            [loss for _, loss in grid],
+            [difference for _, difference in grid],
             color=COLOURS[name],
             linestyle=LINES[name],
             linewidth=1.1,
             alpha=0.75,
         )
         best = min(grid, key=lambda point: point[1])[0]
-        seeds = [float(r["validation_loss"]) for r in own if is_of(r, name) and float(r["decay"]) == best]
+        seeds = differences[best].values()
         mean = fmean(seeds)
         axis.errorbar(
             shift * best,
@@ -116,12 +120,11 @@ def draw_losses(axis: Axes, own: Sequence[Row]) -> None:
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xticks(sorted({float(r["decay"]) for r in own if r["contender"] != NO_DECAY}))
-    at_no_decay = max([*none, lowest])
-    axis.set_ylim(lowest - 0.15 * (at_no_decay - lowest) - 0.01, at_no_decay + 0.6 * (at_no_decay - lowest) + 0.03)
+    axis.set_xticks(sorted({float(r["decay"]) for r in own if not is_of(r, NO_DECAY)}))
     axis.set_xlabel("weight decay, in AdamW's terms")
+    level = f", {fmean(without.values()):.3f} without decay" if without else ""
     axis.set_title(
-        f"{TASKS[first['task']]}\n{int(first['parameters']):,} parameters, {int(first['steps']):,} steps",
+        f"{TASKS[first['task']]}, {int(first['parameters']):,} parameters\n{int(first['steps']):,} steps{level}",
         fontsize=10,
         loc="left",
     )
@@ -151,15 +154,16 @@ def draw_exponents(axis: Axes, found: Sequence[Exponent]) -> None:
             label=f"measured: {NETS[task]}",
         )
     predictions = [contender.exponent for contender in DECAYING]
-    axis.scatter(
-        predictions, range(len(names)), marker="|", s=700, color="#009E73", linewidth=3, label="predicted", zorder=1
+    axis.scatter(predictions, range(len(names)), marker="|", s=700, color=PREDICTED, linewidth=3, zorder=1)
+    tick = Line2D(
+        [], [], marker="|", color=PREDICTED, markersize=10, markeredgewidth=3, linestyle="", label="predicted"
     )
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("exponent of the learning rate in the gradient norm")
     axis.set_title("Gradients as the learning rate falls:\n0 stay as they are, negative grow", fontsize=10, loc="left")
-    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), fontsize=7.5, frameon=True, framealpha=0.9)
-    axis.set_ylim(len(names) + 0.6, -0.6)
+    axis.legend(handles=[tick, *axis.get_legend_handles_labels()[0]], loc="lower left", fontsize=7.5)
+    axis.set_ylim(len(names) + 0.9, -0.6)
     tidy(axis, "x")
 
 
@@ -176,7 +180,7 @@ def caption(losses: Sequence[Row], stages: Sequence[Row]) -> str:
     if losses:
         said.append(
             f"Losses: lines are one seed; markers are means of {seeds} seeds at each one's best decay, bars from the "
-            "lowest to the highest; hollow: best at the edge of the grid."
+            "lowest to the highest; hollow: best at the edge of the grid. Differences are within seeds."
         )
     if stages:
         said.append("Exponents: means and 95% intervals over seeds, layers that a norm follows, settled stages only.")
