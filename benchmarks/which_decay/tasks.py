@@ -45,7 +45,7 @@ class ProseGPT:
     """A million parameters, or few to try it out. Predicts bytes; the token embedding is the output layer too."""
 
     betas = (0.9, 0.99)
-    batch_size = 4  # many small steps: it is their number that decay needs
+    batch_size = 8
 
     def __init__(self, text: Path | None, quick: bool) -> None:
         self.prose = read_prose(text)
