@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         help="prose, a file or a folder of texts; default: Debian's package anarchism",
     )
     result.add_argument("--data", type=Path, metavar="DIR", help="folder with CIFAR-10; nothing is downloaded")
-    result.add_argument("--seeds", type=positive, help="default: 5 for the first exponents, else 3")
+    result.add_argument("--seeds", type=positive, help="default: 3")
     result.add_argument("--jobs", type=positive, default=1, help="runs at a time, a thread each; default: %(default)s")
     result.add_argument("--quick", action="store_true", help="a few steps of small models, to see that it works")
     result.add_argument(
@@ -133,28 +133,31 @@ def report(chosen: Chosen, store: Store, out: Path, console: Console) -> None:
     for part, data in chosen:
         runs = [run for run in all_runs(part, data, store) if store.has(run)]
         if isinstance(part, Stairs):
-            of_runs = [stage for run in runs for stage in stages(run, store.load(run)[0])]
-            conditions = {run.key: store.load(run)[1] for run in runs}
-            all_stages += [
-                {**asdict(stage), **conditions[run.key]} for run in runs for stage in stages(run, store.load(run)[0])
-            ]
+            of_runs = []
+            for run in runs:
+                trained, conditions = store.load(run)
+                own = stages(run, trained)
+                of_runs += own
+                all_stages += [{**asdict(stage), **conditions} for stage in own]
             title = f"{part.name}: exponents of the learning rate, {part.task}, decay {part.decays[0]:g}"
             shown = EXPONENT_HEADINGS, exponent_cells(exponents(of_runs), of_runs)
         else:
             for run in runs:
-                trained, conditions_of_run = store.load(run)
-                rows.append({**row(run, trained), **conditions_of_run})
-                own = {"task": run.task, "contender": run.contender, "decay": run.decay, "seed": run.seed}
-                curves += [{**own, **asdict(point)} for point in trained.points]
+                trained, conditions = store.load(run)
+                rows.append({**row(run, trained), **conditions})
+                which = {"task": run.task, "contender": run.contender, "decay": run.decay, "seed": run.seed}
+                curves += [{**which, **asdict(point)} for point in trained.points]
             title = f"{part.name}: losses at the best decay, {part.schedule.steps} steps"
             shown = LOSS_HEADINGS, loss_cells([f for f in findings(rows) if f.task == part.task])
-        console.print(table(title, *shown))
-        texts.append(markdown(title, *shown))
+        if shown[1]:
+            console.print(table(title, *shown))
+            texts.append(markdown(title, *shown))
     written = []
     for name, content in (("losses", rows), ("curves", curves), ("exponents", all_stages)):
         if content:
             written.append(out / f"which_decay_{name}.csv")
             write_rows(written[-1], [shortened(line) for line in content])
+    out.mkdir(parents=True, exist_ok=True)
     (out / "which_decay.md").write_text("\n".join(texts))
     console.print(f"Wrote {', '.join(map(str, [*written, *plot(out)]))}", soft_wrap=True)
 

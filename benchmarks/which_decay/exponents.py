@@ -126,8 +126,9 @@ class Interval:
         quantile = float(students_t.ppf(0.975, len(values) - 1))
         return Interval(fmean(values), quantile * stdev(values) / math.sqrt(len(values)))
 
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f}" if math.isnan(self.half_width) else f"{self.mean:+.2f} ± {self.half_width:.2f}"
+    def shown(self, digits: int) -> str:
+        interval = "" if math.isnan(self.half_width) else f" ± {self.half_width:.{digits}f}"
+        return f"{self.mean:+.{digits}f}{interval}"
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ def loss_cells(found: Sequence[Finding]) -> Cells:
             f"{f.decay:g}" + (f" ({f.at_edge})" if f.at_edge else ""),
             mean_and_deviation(f.validation_losses),
             mean_and_deviation(f.test_losses),
-            ""
-            if f.contender == ADAMW
-            else f"{f.validation_difference.mean:+.4f} ± {f.validation_difference.half_width:.4f}",
-            "" if f.contender == ADAMW else f"{f.test_difference.mean:+.4f} ± {f.test_difference.half_width:.4f}",
+            *(
+                "" if f.contender == ADAMW else difference.shown(4)
+                for difference in (f.validation_difference, f.test_difference)
+            ),
             f.verdict,
             f"{f.shrink:.2f}",
             f"{f.normed_grad_norm:.3f}",
@@ -58,34 +58,51 @@ EXPONENT_HEADINGS = [
     "gradient x weight norm",
     "gradient norm, whole model",
     "seeds",
-    "balance",
+    "balance, from the largest lr to the smallest",
+    "back at the first lr / first",
     "stages left out",
 ]
 
 
 def exponent_cells(found: Sequence[Exponent], of_runs: Sequence[Stage]) -> Cells:
-    """`balance` is the mean over settled stages. For cautious decay its inverse is the share of decay that acts."""
+    """For cautious decay the inverse of `balance` is the share of the decay that acts.
+
+    Where stairs lead back to where they began, gradients should be as they were there.
+    """
     cells = []
     for name in (contender.name for contender in DECAYING):
         own = {exponent.quantity: exponent for exponent in found if exponent.contender == name}
         if not own:
             continue
         first = own["normed_grad_norm"]
-        balances = [stage.balance for stage in of_runs if stage.contender == name and stage.settled]
+        settled = [stage for stage in of_runs if stage.contender == name and stage.settled]
         cells.append(
             [
                 name,
                 f"{first.predicted:+.2f}",
                 *(
-                    str(own[quantity].interval)
+                    own[quantity].interval.shown(2)
                     for quantity in ("normed_grad_norm", "normed_weight_norm", "unit_grad_norm", "grad_norm")
                 ),
                 str(first.seeds),
-                f"{fmean(balances):.2f}",
+                " to ".join(f"{balance_at(settled, end(s.lr for s in settled)):.2f}" for end in (max, min)),
+                returned(settled),
                 str(first.left_out),
             ]
         )
     return cells
+
+
+def balance_at(settled: Sequence[Stage], lr: float) -> float:
+    return fmean(stage.balance for stage in settled if stage.lr == lr)
+
+
+def returned(settled: Sequence[Stage]) -> str:
+    first = {stage.seed: stage for stage in settled if stage.stage == 0}
+    back = [stage for stage in settled if stage.stage > 0 and stage.lr == first[stage.seed].lr]
+    if not back:
+        return ""
+    return f"{fmean(stage.normed_grad_norm / first[stage.seed].normed_grad_norm for stage in back):.2f}"
 
 
 def table(title: str, headings: Sequence[str], cells: Cells) -> Table:
