@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.arguments import positive
 from benchmarks.conditions import write_rows
 from benchmarks.paper.data import DataError
-from benchmarks.which_decay.exponents import exponents, stages
+from benchmarks.which_decay.exponents import Stage, exponents, stages
 from benchmarks.which_decay.findings import Row, findings, row
 from benchmarks.which_decay.parts import FULL, NAMES, QUICK, Grid, Stairs
 from benchmarks.which_decay.plot import plot
@@ -24,6 +24,7 @@ from benchmarks.which_decay.runner import Place, run_all
 from benchmarks.which_decay.tables import (
     EXPONENT_HEADINGS,
     LOSS_HEADINGS,
+    Cells,
     exponent_cells,
     loss_cells,
     markdown,
@@ -126,40 +127,56 @@ def chosen_parts(options: argparse.Namespace, sources: Sources, console: Console
 
 def report(chosen: Chosen, store: Store, out: Path, console: Console) -> None:
     """Writes what there is, also of parts that are not finished."""
-    rows: list[Row] = []
-    curves: list[Row] = []
-    all_stages: list[Row] = []
+    content: dict[str, list[Row]] = {"losses": [], "curves": [], "exponents": []}
     texts = []
     for part, data in chosen:
         runs = [run for run in all_runs(part, data, store) if store.has(run)]
         if isinstance(part, Stairs):
-            of_runs = []
-            for run in runs:
-                trained, conditions = store.load(run)
-                own = stages(run, trained)
-                of_runs += own
-                all_stages += [{**asdict(stage), **conditions} for stage in own]
-            title = f"{part.name}: exponents of the learning rate, {part.task}, decay {part.decays[0]:g}"
-            shown = EXPONENT_HEADINGS, exponent_cells(exponents(of_runs), of_runs)
+            shown = [add_exponents(part, runs, store, content)]
         else:
-            for run in runs:
-                trained, conditions = store.load(run)
-                rows.append({**row(run, trained), **conditions})
-                which = {"task": run.task, "contender": run.contender, "decay": run.decay, "seed": run.seed}
-                curves += [{**which, **asdict(point)} for point in trained.points]
-            title = f"{part.name}: losses at the best decay, {part.schedule.steps} steps"
-            shown = LOSS_HEADINGS, loss_cells([f for f in findings(rows) if f.task == part.task])
-        if shown[1]:
-            console.print(table(title, *shown))
-            texts.append(markdown(title, *shown))
-    written = []
-    for name, content in (("losses", rows), ("curves", curves), ("exponents", all_stages)):
-        if content:
-            written.append(out / f"which_decay_{name}.csv")
-            write_rows(written[-1], [shortened(line) for line in content])
+            shown = add_losses(part, runs, store, content)
+        for title, headings, cells in shown:
+            if cells:
+                console.print(table(title, headings, cells))
+                texts.append(markdown(title, headings, cells))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "which_decay.md").write_text("\n".join(texts))
+    written = [out / "which_decay.md"]
+    written[0].write_text("\n".join(texts))
+    for name, rows in content.items():
+        if rows:
+            written.append(out / f"which_decay_{name}.csv")
+            write_rows(written[-1], [shortened(line) for line in rows])
     console.print(f"Wrote {', '.join(map(str, [*written, *plot(out)]))}", soft_wrap=True)
+
+
+Shown = tuple[str, list[str], Cells]
+
+
+def add_exponents(part: Stairs, runs: Sequence[Run], store: Store, content: dict[str, list[Row]]) -> Shown:
+    measured: list[Stage] = []
+    for run in runs:
+        trained, conditions = store.load(run)
+        of_run = stages(run, trained)
+        measured += of_run
+        content["exponents"] += [{**asdict(stage), **conditions} for stage in of_run]
+    title = f"{part.name}: exponents of the learning rate, {part.task}, decay {part.decays[0]:g}"
+    return title, EXPONENT_HEADINGS, exponent_cells(exponents(measured), measured)
+
+
+def add_losses(part: Grid, runs: Sequence[Run], store: Store, content: dict[str, list[Row]]) -> list[Shown]:
+    rows = []
+    for run in runs:
+        trained, conditions = store.load(run)
+        rows.append({**row(run, trained), **conditions})
+        which = {"task": run.task, "contender": run.contender, "decay": run.decay, "seed": run.seed}
+        content["curves"] += [{**which, **asdict(point)} for point in trained.points]
+    content["losses"] += rows
+    title = f"{part.name}: losses at the best decay, {part.schedule.steps} steps"
+    shown: list[Shown] = [(title, LOSS_HEADINGS, loss_cells(findings(rows)))]
+    if part.too_much is not None:
+        title = f"{part.name}: losses at a decay of {part.too_much:g}, {part.schedule.steps} steps"
+        shown.append((title, LOSS_HEADINGS, loss_cells(findings(rows, at=part.too_much))))
+    return shown
 
 
 def all_runs(part: Stairs | Grid, data: str, store: Store) -> list[Run]:

@@ -111,7 +111,10 @@ def stage_of(row: Mapping[str, str]) -> Stage:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean and 95% confidence interval over seeds. One seed has none."""
+    """Mean over seeds, and 95% confidence interval: of several comparisons, for all of them together (Bonferroni).
+
+    One seed has none.
+    """
 
     mean: float
     half_width: float
@@ -120,10 +123,10 @@ class Interval:
         return abs(value - self.mean) <= self.half_width
 
     @staticmethod
-    def of(values: Sequence[float]) -> Interval:
+    def of(values: Sequence[float], comparisons: int = 1) -> Interval:
         if len(values) < 2:
             return Interval(fmean(values), math.nan)
-        quantile = float(students_t.ppf(0.975, len(values) - 1))
+        quantile = float(students_t.ppf(1 - 0.025 / comparisons, len(values) - 1))
         return Interval(fmean(values), quantile * stdev(values) / math.sqrt(len(values)))
 
     def shown(self, digits: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.which_decay.contenders import ADAMW
+from benchmarks.which_decay.contenders import ADAMW, CONTENDERS
 from benchmarks.which_decay.exponents import Interval
 from benchmarks.which_decay.run import Run, Trained
 
@@ -56,7 +56,7 @@ def row(run: Run, trained: Trained) -> Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """A contender at its best decay, over its seeds. Differences are from AdamW's run of the same seed at its best."""
+    """A contender at one decay, over its seeds. Differences are from AdamW's run of the same seed at its own."""
 
     task: str
     contender: str
@@ -86,12 +86,12 @@ class Finding:
         return "higher" if all(difference.mean > 0 for difference in differences) else "no"
 
 
-def findings(rows: Sequence[Row]) -> list[Finding]:
-    """The best decay is that of the lowest validation loss of seed 0, which all of the grid has."""
+def findings(rows: Sequence[Row], at: float | None = None) -> list[Finding]:
+    """At the decay with the lowest validation loss of seed 0, which all of the grid has; or for all `at` one decay."""
     found = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        best = {}
-        for row in (row for row in rows if row["task"] == task and row["seed"] == 0):
+        best: dict[str, Row] = {}
+        for row in (row for row in rows if row["task"] == task and row["seed"] == 0 and at in (None, row["decay"])):
             other = best.get(row["contender"])
             if other is None or row["validation_loss"] < other["validation_loss"]:
                 best[row["contender"]] = row
@@ -105,7 +105,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
             grid = sorted({r["decay"] for r in rows if (r["task"], r["contender"]) == (task, name)})
             seeds = sorted(own.keys() & runs[ADAMW].keys())
             validation, test = (
-                Interval.of([own[seed][column] - runs[ADAMW][seed][column] for seed in seeds])
+                Interval.of([own[seed][column] - runs[ADAMW][seed][column] for seed in seeds], len(CONTENDERS) - 1)
                 for column in ("validation_loss", "test_loss")
             )
             found.append(

@@ -79,7 +79,8 @@ def handles() -> Iterator[Line2D]:
 def draw_losses(axis: Axes, own: Sequence[Row]) -> None:
     """Draws differences from the run without decay of the same seed, since seeds differ more than kinds do.
 
-    Lines are seed 0 over the grid. Markers are means over seeds at the best decay, bars reach from lowest to highest.
+    Lines are seed 0 over the grid. Markers are means where there are more seeds, large ones at the best decay, and bars
+    reach from lowest to highest.
     """
     without = {row["seed"]: float(row["validation_loss"]) for row in own if is_of(row, NO_DECAY)}
     axis.axhline(0.0, color=COLOURS[NO_DECAY], linewidth=1.2)
@@ -103,19 +104,22 @@ def draw_losses(axis: Axes, own: Sequence[Row]) -> None:
             alpha=0.75,
         )
         best = min(grid, key=lambda point: point[1])[0]
-        seeds = differences[best].values()
-        mean = fmean(seeds)
-        axis.errorbar(
-            shift * best,
-            mean,
-            [[mean - min(seeds)], [max(seeds) - mean]],
-            color=COLOURS[name],
-            marker=MARKERS[name],
-            markersize=7,
-            capsize=3,
-            markerfacecolor=COLOURS[name] if not edge(best, [decay for decay, _ in grid]) else "white",
-            zorder=4,
-        )
+        for decay, of_decay in differences.items():
+            if len(of_decay) == 1 and decay != best:
+                continue
+            seeds = of_decay.values()
+            mean = fmean(seeds)
+            axis.errorbar(
+                shift * decay,
+                mean,
+                [[mean - min(seeds)], [max(seeds) - mean]],
+                color=COLOURS[name],
+                marker=MARKERS[name],
+                markersize=7 if decay == best else 4,
+                capsize=3,
+                markerfacecolor=COLOURS[name] if not edge(best, [d for d, _ in grid]) or decay != best else "white",
+                zorder=4,
+            )
     first = own[0]
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -179,8 +183,8 @@ def caption(losses: Sequence[Row], stages: Sequence[Row]) -> str:
     said = []
     if losses:
         said.append(
-            f"Losses: lines are one seed; markers are means of {seeds} seeds at each one's best decay, bars from the "
-            "lowest to the highest; hollow: best at the edge of the grid. Differences are within seeds."
+            f"Losses: lines are one seed, markers means of up to {seeds} seeds, bars from the lowest to the highest. "
+            "Large: each kind's best decay, hollow if at the edge of the grid. Differences are within seeds."
         )
     if stages:
         said.append("Exponents: means and 95% intervals over seeds, layers that a norm follows, settled stages only.")
