@@ -43,10 +43,10 @@ Finished runs are kept, and unfinished ones are saved every 20 seconds: the same
 
 PARTS = """\
 parts, in this order:
-  exponents         a net whose weights all have no scale, noisy digits (needs scikit-learn); about 9 minutes of a core
-  gpt               a GPT of a million parameters on prose; 18 minutes
-  resnet            a ResNet of 20,000 parameters on CIFAR-10; needs --data; 8 minutes
-  resnet-exponents  exponents of that ResNet; needs --data; 12 minutes
+  exponents         a net whose weights all have no scale, noisy digits (needs scikit-learn); about 7 minutes of a core
+  gpt               a GPT of a million parameters on prose; 20 minutes
+  resnet            a ResNet of 20,000 parameters on CIFAR-10; needs --data; 11 minutes
+  resnet-exponents  exponents of that ResNet; needs --data; 15 minutes
 """
 
 

@@ -113,7 +113,7 @@ def findings(rows: Sequence[Row], at: float | None = None) -> list[Finding]:
                     task,
                     name,
                     best[name]["decay"],
-                    edge(best[name]["decay"], grid),
+                    edge(best[name]["decay"], grid) if at is None else "",
                     tuple(own[seed]["validation_loss"] for seed in sorted(own)),
                     tuple(own[seed]["test_loss"] for seed in sorted(own)),
                     validation,

@@ -109,8 +109,8 @@ def stairs_part(
 
 FULL: Sequence[Stairs | Grid] = (
     stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, (1500, 600, 320, 1400), seeds=3, every=50),
-    Grid("gpt", "gpt", Cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=5, every=40),
-    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 5, 50, too_much=3.0),
+    Grid("gpt", "gpt", Cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=3, every=40),
+    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 3, 50, too_much=3.0),
     stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, (800, 640, 320, 640), seeds=3, every=80),
 )
 

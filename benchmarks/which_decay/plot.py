@@ -13,7 +13,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.conditions import read_rows
 from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY
@@ -168,6 +168,7 @@ def draw_exponents(axis: Axes, found: Sequence[Exponent]) -> None:
     axis.set_title("Gradients as the learning rate falls:\n0 stay as they are, negative grow", fontsize=10, loc="left")
     axis.legend(handles=[tick, *axis.get_legend_handles_labels()[0]], loc="lower left", fontsize=7.5)
     axis.set_ylim(len(names) + 0.9, -0.6)
+    axis.margins(x=0.08)
     tidy(axis, "x")
 
 
@@ -222,6 +223,7 @@ def norms_picture(curves: Sequence[Row], path: Path) -> Path:
         for axis in panels[:, column]:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
             axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
             tidy(axis)
         panels[0, column].set_title(f"{TASKS[task]}, decay {decay:g}, seed 0", fontsize=10, loc="left")

@@ -16,7 +16,7 @@ Cells = list[list[str]]
 
 LOSS_HEADINGS = [
     "kind",
-    "best decay",
+    "decay",
     "validation loss",
     "test loss",
     "from AdamW, validation",

@@ -263,6 +263,7 @@ def test_only_what_all_seeds_carry_is_called_lower_or_higher(shifts: tuple[float
     assert found[ADAMS].validation_difference.mean == pytest.approx(sum(shifts) / 3)
     at_one = findings.findings(made_up_rows(ADAMW, base) + made_up_rows(ADAMS, other), at=1.0)
     assert [(f.contender, f.decay, f.verdict) for f in at_one] == [(ADAMW, 1.0, ""), (ADAMS, 1.0, "one seed")]
+    assert not any(f.at_edge for f in at_one)
 
 
 def test_one_seed_is_not_judged() -> None:
@@ -331,7 +332,9 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
     for picture in ("which_decay.png", "which_decay_norms.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert all(words in said for words in ("cautious AdamS", "predicted", "best decay"))
+    assert all(
+        words in said for words in ("cautious AdamS", "predicted", "losses at the best decay", "at a decay of 1")
+    )
 
     files = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
     removed = next(path for path in files if path.name.startswith("gpt-AdamS-"))
