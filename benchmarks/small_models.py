@@ -38,6 +38,10 @@ class SmallGPT(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.position_embedding.weight, std=0.02)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Tells `param_groups` which layer is the output layer, as models of transformers do."""
+        return self.token_embedding
+
     def batch(self, size: int, generator: torch.Generator) -> Tensor:
         """Random tokens, one more than the context, since each is also the target of the one before it."""
         vocabulary, context = self.token_embedding.num_embeddings, self.position_embedding.num_embeddings

@@ -1,0 +1,3 @@
+from benchmarks.which_decay.cli import main
+
+main()
