@@ -48,8 +48,13 @@ ifeq ($(DEVICE),cpu)
 endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
-frameworks: $(VENV)/.with-test,frameworks
-	$(BIN)/python -m pytest tests/packaging/test_frameworks.py
+frameworks: $(VENV)/.with-test,frameworks $(VENV)/timm
+	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py
+
+# In a folder of its own, which only the tests of timm look into: it needs torchvision, of which the package index has a
+# CUDA build only. Beside a CPU build of torch that cannot be imported, and transformers tries to if it is there.
+$(VENV)/timm: $(VENV)/.torch
+	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
 paper: $(VENV)/.with-paper
