@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ def register() -> None:
     """
     if ADAMS in default_registry.list_optimizers():
         return
-    for (name, description), factory in zip(DESCRIPTIONS.items(), (adams, adamw, adamc), strict=True):
-        default_registry.register(OptimInfo(name, factory, description, has_betas=True))
+    factories: dict[str, Callable[..., FusedAdamS]] = {ADAMS: adams, ADAMW: adamw, ADAMC: adamc}
+    for name, factory in factories.items():
+        default_registry.register(OptimInfo(name, factory, DESCRIPTIONS[name], has_betas=True))
     create = default_registry.create_optimizer
 
     @wraps(create)
