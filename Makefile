@@ -48,13 +48,15 @@ ifeq ($(DEVICE),cpu)
 endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
-frameworks: $(VENV)/.with-test,frameworks $(VENV)/timm
-	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py
+frameworks: $(VENV)/.with-test,frameworks $(VENV)/apart
+	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py tests/packaging/test_litgpt.py
 
-# In a folder of its own, which only the tests of timm look into: it needs torchvision, of which the package index has a
-# CUDA build only. Beside a CPU build of torch that cannot be imported, and transformers tries to if it is there.
-$(VENV)/timm: $(VENV)/.torch
-	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow
+# In a folder that only the tests of timm and litgpt look into. timm needs torchvision, of which the package index has a
+# CUDA build only: beside a CPU build of torch that cannot be imported, and transformers tries to if it is there. litgpt
+# wants an older huggingface-hub than transformers does, and works with either.
+$(VENV)/apart: $(VENV)/.torch
+	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow \
+	    litgpt jsonargparse docstring-parser typeshed-client importlib-resources
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
 paper: $(VENV)/.with-paper

@@ -57,9 +57,7 @@ def trained(build: Build, per_rank: int = 1) -> dict[str, Any]:
     stages = [PipelineStage(part, i, count, device, group=group) for i, part in parts.items()]
     loss = torch.nn.functional.mse_loss
     schedule: Any = (
-        Schedule1F1B(stages[0], 2, loss_fn=loss)
-        if per_rank == 1
-        else ScheduleInterleaved1F1B(stages, 2, loss_fn=loss)  # type: ignore[arg-type]
+        Schedule1F1B(stages[0], 2, loss_fn=loss) if per_rank == 1 else ScheduleInterleaved1F1B(stages, 2, loss_fn=loss)  # type: ignore[arg-type]
     )
     optimizers = build(parts, group)
     refused = ""

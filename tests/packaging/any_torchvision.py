@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-# Where `make frameworks` puts timm, torchvision and pillow.
-FOLDER = Path(sys.prefix) / "timm"
+# Where `make frameworks` puts what other frameworks would not bear beside them: timm with torchvision, and litgpt.
+FOLDER = Path(sys.prefix) / "apart"
 
 
 def prepare() -> None:

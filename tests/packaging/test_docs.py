@@ -17,7 +17,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # `make frameworks` has them; where they are not installed the blocks that import them are left out.
-FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "transformers"}
+FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "timm", "transformers"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -157,3 +157,31 @@ def test_a_wrapper_that_poses_as_the_optimizer() -> None:
         assert optimizer.set_grad_none is False
         assert wrapped.metrics() == optimizer.metrics()
     assert torch.equal(*weights)
+
+
+def new_per_tensor(module: str, name: str, **options: Any) -> list[FusedAdamS]:
+    """Makes one optimizer for each of two tensors in the constructor of a class of this name, as torchao does."""
+
+    def __init__(self: Any) -> None:  # noqa: N807
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        self.optimizers = [FusedAdamS([{"params": param}], **options) for param in params]
+
+    wrapper: Any = type(name, (), {"__module__": module, "__init__": __init__})
+    return list(wrapper().optimizers)
+
+
+@pytest.mark.parametrize("module", ["torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload"])
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({}, "the schedule's mean"), ({"decay": "decoupled", "max_grad_norm": 1.0}, "the gradients' norm")],
+)
+def test_one_optimizer_for_each_tensor_is_refused(module: str, options: dict[str, Any], needed: str) -> None:
+    with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*offload=True"):
+        new_per_tensor(module, "CPUOffloadOptimizer", **options)
+
+
+def test_one_optimizer_for_each_tensor_of_others() -> None:
+    """What depends on nothing but the tensor is right, and whoever else makes many optimizers knows why."""
+    assert len(new_per_tensor("torchao.optim.cpu_offload", "CPUOffloadOptimizer", decay="decoupled")) == 2
+    assert len(new_per_tensor("my_models.agents", "CPUOffloadOptimizer")) == 2
+    assert len(new_per_tensor("torchao.optim.other", "Other")) == 2
