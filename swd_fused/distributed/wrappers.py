@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,8 @@ MARKS = {
     "tensor_model_parallel": ("Megatron's tensor parallelism", SUM_OVER),
 }
 FRAMES = 20
-PER_TENSOR = {"torchao": "CPUOffloadOptimizer"}  # by package: classes that make one optimizer for each tensor
+# Modules that make one optimizer for each tensor.
+PER_TENSOR = ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload")
 
 
 def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
@@ -51,14 +52,19 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
 def refuse_tensor_alone(needed: str) -> None:
     """Raises in the constructor if a wrapper calls it for each tensor. It leaves no mark but that it is the caller: the
     tensors are ordinary ones in pinned memory, which anybody else's offload may have."""
-    for owner in _owners_of_frames():
-        if PER_TENSOR.get(str(owner.__module__).partition(".")[0]) == owner.__name__:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return
+        # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
+        if frame.f_globals.get("__name__") in PER_TENSOR:
             raise ValueError(
-                f"FusedAdamS was made by {owner.__module__}.{owner.__name__}, which makes one optimizer for each "
-                f"tensor: {needed} would be that of a tensor, and wrong. Use FusedAdamS(..., offload=True) in its "
-                'place, which keeps state in host memory too; or decay="decoupled" without max_grad_norm and '
+                f"FusedAdamS was made by {frame.f_globals['__name__']}, whose CPUOffloadOptimizer makes one optimizer "
+                f"for each tensor: {needed} would be that of a tensor, and wrong. Use FusedAdamS(..., offload=True) in "
+                'its place, which keeps state in host memory too; or decay="decoupled" without max_grad_norm and '
                 "skip_nonfinite, which depends on nothing but the tensor."
             )
+        frame = frame.f_back
 
 
 def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], needed: str) -> None:
@@ -155,18 +161,13 @@ def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
 
 
 def _caller() -> tuple[str, str] | None:
-    for owner in _owners_of_frames():
+    frame = sys._getframe(1)
+    for _ in range(FRAMES):
+        owner = type(frame.f_locals.get("self"))
         for module, advice in CALLERS.items():
             if str(owner.__module__).startswith(module):
                 return owner.__name__, advice
-    return None
-
-
-def _owners_of_frames() -> Iterator[type]:
-    """Yields the classes whose methods have called, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(FRAMES):
-        if frame is None:
-            return
-        yield type(frame.f_locals.get("self"))
+        if frame.f_back is None:
+            return None
         frame = frame.f_back
+    return None

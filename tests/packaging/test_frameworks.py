@@ -94,10 +94,10 @@ def test_run_clm(tmp_path: Path) -> None:
         for kind, ranks in (("torch", 1), ("adamw", 1), ("adams", 1), ("adams", 2))
     )
     for name, value in torch_adamw.items():
-        torch.testing.assert_close(adamw[name], value, rtol=0, atol=1e-5)
-        torch.testing.assert_close(adams_of_two[name], adams[name], rtol=0, atol=1e-5)
-    # Its calibration has not ended after so few steps, so AdamS has decayed as AdamW.
-    assert max((adams[name] - value).abs().max() for name, value in torch_adamw.items()) < 1e-5
+        torch.testing.assert_close(adamw[name], value, rtol=0, atol=1e-10)
+        torch.testing.assert_close(adams_of_two[name], adams[name], rtol=0, atol=1e-10)
+        # Its calibration has not ended after so few steps, so AdamS has decayed as AdamW.
+        torch.testing.assert_close(adams[name], value, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -322,7 +322,5 @@ def test_torchaos_offload_is_refused_unless_nothing_is_shared(monkeypatch: pytes
             optimizer.zero_grad()
         weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"CPUOffloadOptimizer, which makes one optimizer for each tensor.*offload=True"
-    ):
+    with pytest.raises(ValueError, match=r"CPUOffloadOptimizer makes one optimizer for each tensor.*offload=True"):
         CPUOffloadOptimizer(model.parameters(), FusedAdamS, lr=1e-2)

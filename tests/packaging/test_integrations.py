@@ -159,15 +159,18 @@ def test_a_wrapper_that_poses_as_the_optimizer() -> None:
     assert torch.equal(*weights)
 
 
-def new_per_tensor(module: str, name: str, **options: Any) -> list[FusedAdamS]:
-    """Makes one optimizer for each of two tensors in the constructor of a class of this name, as torchao does."""
+PER_TENSOR = """
+def new_optimizers(params, **options):
+    return [FusedAdamS([{"params": param}], **options) for param in params]
+"""
 
-    def __init__(self: Any) -> None:  # noqa: N807
-        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-        self.optimizers = [FusedAdamS([{"params": param}], **options) for param in params]
 
-    wrapper: Any = type(name, (), {"__module__": module, "__init__": __init__})
-    return list(wrapper().optimizers)
+def new_per_tensor(module: str, **options: Any) -> list[FusedAdamS]:
+    """Makes one optimizer for each of two tensors in a module of this name, as torchao does."""
+    namespace: dict[str, Any] = {"__name__": module, "FusedAdamS": FusedAdamS}
+    exec(PER_TENSOR, namespace)
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    return namespace["new_optimizers"](params, **options)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("module", ["torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload"])
@@ -177,11 +180,11 @@ def new_per_tensor(module: str, name: str, **options: Any) -> list[FusedAdamS]:
 )
 def test_one_optimizer_for_each_tensor_is_refused(module: str, options: dict[str, Any], needed: str) -> None:
     with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*offload=True"):
-        new_per_tensor(module, "CPUOffloadOptimizer", **options)
+        new_per_tensor(module, **options)
 
 
 def test_one_optimizer_for_each_tensor_of_others() -> None:
     """What depends on nothing but the tensor is right, and whoever else makes many optimizers knows why."""
-    assert len(new_per_tensor("torchao.optim.cpu_offload", "CPUOffloadOptimizer", decay="decoupled")) == 2
-    assert len(new_per_tensor("my_models.agents", "CPUOffloadOptimizer")) == 2
-    assert len(new_per_tensor("torchao.optim.other", "Other")) == 2
+    assert len(new_per_tensor("torchao.optim.cpu_offload", decay="decoupled")) == 2
+    assert len(new_per_tensor("my_models.cpu_offload")) == 2
+    assert len(new_per_tensor("torchao.optim.others")) == 2
