@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-# Where `make frameworks` puts what other frameworks would not bear beside them: timm with torchvision, and litgpt.
+# Where `make frameworks` puts what other frameworks would not bear beside them: timm with torchvision,
+# litgpt, torchao.
 FOLDER = Path(sys.prefix) / "apart"
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS, param_groups
+from tests.packaging import any_torchvision
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 900  # against hangs: on two cores that ten other processes share, a run takes half a minute
@@ -301,6 +302,7 @@ def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")  # the framework's own
 def test_torchaos_offload_is_refused_unless_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wants a GPU for pinned memory and streams. Without one, stand-ins for these."""
+    any_torchvision.prepare()
     pytest.importorskip("torchao")
     from torchao.optim import CPUOffloadOptimizer, cpu_offload
 
