@@ -64,8 +64,15 @@ ifeq ($(DEVICE),cpu)
 endif
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
-frameworks: $(VENV)/.with-test,frameworks
-	$(BIN)/python -m pytest tests/packaging/test_frameworks.py
+frameworks: $(VENV)/.with-test,frameworks $(VENV)/apart
+	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py tests/packaging/test_litgpt.py
+
+# In a folder that only the tests of timm, litgpt and torchao look into. timm needs torchvision, of which the package index has a
+# CUDA build only: beside a CPU build of torch that cannot be imported, and transformers tries to if it is there. litgpt
+# wants an older huggingface-hub than transformers does, and works with either. transformers imports torchao if it is there.
+$(VENV)/apart: $(VENV)/.torch
+	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow torchao \
+	    litgpt jsonargparse docstring-parser typeshed-client importlib-resources
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
 paper: $(VENV)/.with-paper

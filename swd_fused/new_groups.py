@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from swd_fused.distributed.sharding import ShardedOver, local_tensor
+from swd_fused.distributed.wrappers import refuse_tensor_alone
 from swd_fused.options import GROUP_DEFAULTS, Decay, Options
 from swd_fused.state import eight_bit
 from swd_fused.step import adamw_terms
@@ -97,6 +98,8 @@ def check_fit(options: Options, params: Sequence[Tensor], others: Sequence[Tenso
 def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """Refuses options that all groups together have no use for, and warns of what they make of them."""
     dtypes = {param.dtype for group in groups for param in group["params"]}
+    if options.uses_sums:
+        refuse_tensor_alone(options.shared_sum)
     adamw_terms.check_some_group_decays(defaults["adamw_weight_decay"], groups)
     _check_use_of_seed(options, groups)
     _warn_without_codes(groups)

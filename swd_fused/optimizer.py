@@ -19,7 +19,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
-from swd_fused.settings import Checked, Setting, fix_attributes
+from swd_fused.settings import Checked, Setting, fix_attributes, unwrapped
 from swd_fused.state.master_weights import master_of
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, step_within_a_graph
@@ -80,7 +80,7 @@ class FusedAdamS(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _taker: GradientTaker | None = None  # of gradients in the backward pass; neither copied nor pickled
+    _taker: GradientTaker | None  # of gradients in the backward pass; neither copied nor pickled
 
     max_grad_norm = Setting()
     schedule = Setting()
@@ -127,6 +127,7 @@ class FusedAdamS(Optimizer):
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         options = asked_options(arguments)
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
+        self._taker = None
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
@@ -252,6 +253,8 @@ class FusedAdamS(Optimizer):
         Hyper-parameters are read in the backward pass. `remove()` of what is returned ends gradient release. Use FSDP2
         or a single process: DistributedDataParallel reduces gradients too late. Not with clipping or GradScaler.
         """
+        if "_stepper" not in self.__dict__:
+            return unwrapped(self).release_gradients()
         if isinstance(self._taker, Offload):
             refuse_release()
         if not isinstance(self._taker, GradientRelease) or self._taker.has_ended:
@@ -334,10 +337,11 @@ class FusedAdamS(Optimizer):
         """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
         state = state.copy()
         last = None
-        if self._taker is not None:
-            self._taker.forget()
         if "_stepper" not in self.__dict__:
             self._stepper, last = checkpoints.unpickled(state)
+            self._taker = None
+        if self._taker is not None:
+            self._taker.forget()
         super().__setstate__(state)
         checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
         adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)

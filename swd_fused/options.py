@@ -140,6 +140,11 @@ class Options(NamedTuple):
         """Whether a step depends on anything but its own elements: the mean, or the norm of all gradients."""
         return self.decay == "scheduled" or self.max_grad_norm is not None or self.skip_nonfinite
 
+    @property
+    def shared_sum(self) -> str:
+        """What that is, for messages."""
+        return "the schedule's mean" if self.decay == "scheduled" else "the gradients' norm"
+
 
 class Compatibility(TypedDict, total=False):
     """Keywords that scripts written for other optimizers pass.

@@ -48,11 +48,19 @@ class Checked:
         self._name = name
 
     def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
-        return self if optimizer is None else optimizer.__dict__[self._name]
+        return self if optimizer is None else unwrapped(optimizer).__dict__[self._name]
 
     def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
         self._check.require(self._name, value)
-        optimizer.__dict__[self._name] = value
+        unwrapped(optimizer).__dict__[self._name] = value
+
+
+def unwrapped(optimizer: FusedAdamS) -> FusedAdamS:
+    """Returns the optimizer itself where a wrapper poses as one: Lightning Fabric's is of a subclass, and has none of
+    its attributes."""
+    while "_stepper" not in optimizer.__dict__ and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 class Fixed:

@@ -1,10 +1,11 @@
-"""Wrappers that hand an optimizer plain tensors which are shards: without being told, the mean would be the shard's."""
+"""Wrappers that hand an optimizer a part of the model: without being told, the mean would be that part's."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,8 @@ MARKS = {
     "tensor_model_parallel": ("Megatron's tensor parallelism", SUM_OVER),
 }
 FRAMES = 20
+# Modules that make one optimizer for each tensor.
+PER_TENSOR = ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload")
 
 
 def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
@@ -43,6 +46,56 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
             f"FusedAdamS got plain tensors from {who}, which are shards: {needed} would be that of this rank's, and "
             f"wrong. To have it over the whole model, {advice}. Where nothing is sharded after all pass a "
             "process_group of this rank alone."
+        )
+
+
+def refuse_tensor_alone(needed: str) -> None:
+    """Raises in the constructor if a wrapper calls it for each tensor. It leaves no mark but that it is the caller: the
+    tensors are ordinary ones in pinned memory, which anybody else's offload may have."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return
+        # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
+        if frame.f_globals.get("__name__") in PER_TENSOR:
+            raise ValueError(
+                f"FusedAdamS was made by {frame.f_globals['__name__']}, whose CPUOffloadOptimizer makes one optimizer "
+                f"for each tensor: {needed} would be that of a tensor, and wrong. Use FusedAdamS(..., offload=True) in "
+                'its place, which keeps state in host memory too; or decay="decoupled" without max_grad_norm and '
+                "skip_nonfinite, which depends on nothing but the tensor."
+            )
+        frame = frame.f_back
+
+
+def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], needed: str) -> None:
+    """Raises if an optimizer's parameters are those of some stages of a pipeline, and sums would be over these only.
+
+    `unsaid` are those of which nobody has said over whom to sum. Stages leave no mark on parameters, so all objects
+    there are have to be looked at: some 0.1 s, where torch's pipelining has been imported.
+    """
+    module: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None or not is_distributed():
+        return
+    stages = {stage: set(map(id, stage.submod.parameters())) for stage in _instances(module._PipelineStageBase)}
+    own, asked = set(map(id, params)), set(map(id, unsaid))
+    for stage, ids in stages.items():
+        if stage.group_size > 1 and asked & ids:
+            raise RuntimeError(
+                f"FusedAdamS got parameters of stage {stage.stage_index} of a pipeline of {stage.num_stages}: {needed} "
+                "would be that of this rank's stages, and wrong. To have it over the whole model pass process_group=, "
+                "the pipeline's group, as pp_mesh.get_group() has it. Where each stage is a model of its own after all "
+                "pass a process_group of this rank alone."
+            )
+    here = [stage for stage, ids in stages.items() if own & ids]
+    kinds = {(stage.group, stage.num_stages) for stage in here}
+    indices = {stage.stage_index for stage in here}
+    # A pipeline of another model has the same indices on this rank.
+    others = [it for it in stages if (it.group, it.num_stages) in kinds and it.stage_index not in indices]
+    if others and any(stages[stage] & ids and not own & ids for stage in others for ids in _params_of_optimizers()):
+        raise RuntimeError(
+            f"FusedAdamS got parameters of stages {sorted(indices)} of a pipeline of {here[0].num_stages}, and another "
+            f"FusedAdamS on this rank those of stage {others[0].stage_index}: {needed} would be that of some stages, "
+            "and wrong. Build one FusedAdamS for all stages that a rank has."
         )
 
 
@@ -83,11 +136,20 @@ def late_reducer(params: list[Tensor]) -> str | None:
     if module is not None and is_distributed():
         wrapper = module.DistributedDataParallel
         own = set(map(id, params))
-        for other in gc.get_objects():
-            # By type: isinstance would ask proxies, which may import or compute something to answer.
-            if issubclass(type(other), wrapper) and own.intersection(map(id, other.parameters())):
-                return str(wrapper.__name__)
+        if any(own.intersection(map(id, other.parameters())) for other in _instances(wrapper)):
+            return str(wrapper.__name__)
     return None
+
+
+def _instances(kind: type) -> list[Any]:
+    # By type: isinstance would ask proxies, which may import or compute something to answer.
+    return [other for other in gc.get_objects() if issubclass(type(other), kind)]
+
+
+def _params_of_optimizers() -> list[set[int]]:
+    """Returns the ids of the parameters of each FusedAdamS there is."""
+    groups = [vars(other).get("param_groups", ()) for other in _instances(sys.modules["swd_fused"].FusedAdamS)]
+    return [{id(param) for group in of_one for param in group["params"]} for of_one in groups]
 
 
 def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Callbacks that log `optimizer.metrics()` from other libraries' trainers.
+"""Callbacks that log `optimizer.metrics()` from other libraries' trainers, and the optimizers in timm's registry.
 
-`swd_fused.integrations.transformers` and `swd_fused.integrations.lightning` import those libraries; nothing else does.
+`swd_fused.integrations.transformers`, `lightning` and `timm` import those libraries; nothing else does.
 """

@@ -22,7 +22,7 @@ from swd_fused.distributed.sharding import (
     local_grads,
     local_tensor,
 )
-from swd_fused.distributed.wrappers import refuse_unknown_shards
+from swd_fused.distributed.wrappers import refuse_stage_alone, refuse_unknown_shards
 from swd_fused.options import MASTER, REMAINDER, Options
 from swd_fused.state.eight_bit import CODES, SCALES
 from swd_fused.state.load import initialized
@@ -30,7 +30,7 @@ from swd_fused.state.moments import KEYS, has_moments
 from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
 from swd_fused.tensors.group_checks import check_grads, check_params
 from swd_fused.tensors.hyper import Group, GroupValues
-from swd_fused.tensors.ranks import collective_of, sharding_in, unmarked_params
+from swd_fused.tensors.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.tensors.transfer import is_fake
 from swd_fused.tensors.twins import device_of_step
 
@@ -83,8 +83,8 @@ class Description:
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
         groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
         self.ranks = collective_of(list(zip(self._params, groups_of_params, strict=True)), step.sharded_over)
-        self._unchecked = unmarked_params(groups, step.sharded_over) if self._is_distributed else []
-        self.may_have_unknown_shards = bool(self._unchecked)
+        self._unsaid = unsaid_params(groups, step.sharded_over) if self._is_distributed else []
+        self.may_have_unknown_shards = self._is_distributed
         self.has_amsgrad = any(group["amsgrad"] for group in groups)
         self.buckets = self._new_buckets(groups, numbers)
         is_alone = len(self.buckets) == 1 and self.ranks.is_local and self.options.total_numel is None
@@ -279,8 +279,10 @@ class Description:
     def refuse_unknown_shards(self) -> None:
         """Raises if a parameter is a shard without looking like one, for steps whose result would be wrong then."""
         if self.may_have_unknown_shards:
-            needed = "the schedule's mean" if self.options.decay == "scheduled" else "the gradients' norm"
-            refuse_unknown_shards(self._unchecked, needed)
+            plain = [param for param in self._unsaid if not is_dtensor(param)]
+            if plain:
+                refuse_unknown_shards(plain, self.options.shared_sum)
+            refuse_stage_alone(self._params, self._unsaid, self.options.shared_sum)
             self.may_have_unknown_shards = False
 
     def begin(self, values: GroupValues) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, is_dtensor, sharding_of
+from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, sharding_of
 from swd_fused.tensors.hyper import Group
 
 
@@ -36,7 +36,7 @@ def collective_of(params: Sequence[tuple[Tensor, Group]], sharded_over: ShardedO
     return Collective(shardings, [over.group for over in given if over is not None], device)
 
 
-def unmarked_params(groups: Sequence[Group], sharded_over: ShardedOver | None) -> list[Tensor]:
-    """Returns the plain tensors of which nobody has said whether they are shards. A group that says None is whole."""
+def unsaid_params(groups: Sequence[Group], sharded_over: ShardedOver | None) -> list[Tensor]:
+    """Returns the parameters of groups of which nobody has said over whom to sum. One that says None is whole."""
     unsaid = [group for group in groups if "process_group" not in group and sharded_over is None]
-    return [param for group in unsaid for param in group["params"] if not is_dtensor(param)]
+    return [param for group in unsaid for param in group["params"]]

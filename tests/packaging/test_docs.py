@@ -17,7 +17,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # `make frameworks` has them; where they are not installed the blocks that import them are left out.
-FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "transformers"}
+FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "timm", "transformers"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -126,7 +126,12 @@ def test_recipes_for_frameworks_pass_lr(page: Path) -> None:
                 assert "lr" in {keyword.arg for keyword in call.keywords}, ast.unparse(call)
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("with_*.py")), ids=lambda path: path.stem)
+EXAMPLES = set((ROOT / "examples").glob("with_*.py"))
+# Frameworks that make the optimizer and its groups themselves, from their own weight_decay.
+MADE_BY_FRAMEWORKS = {ROOT / "examples" / f"with_{name}.py" for name in ("run_clm", "timm")}
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES - MADE_BY_FRAMEWORKS), ids=lambda path: path.stem)
 def test_examples_do_as_the_readme_says(example: Path) -> None:
     """AdamW's value, our groups, and what is logged by its name."""
     text = example.read_text()
@@ -137,6 +142,13 @@ def test_examples_do_as_the_readme_says(example: Path) -> None:
     task = (ROOT / "examples" / "tiny_task.py").read_text()
     assert "adamw_weight_decay" in task
     assert not re.search(r"(?<!adamw_)weight_decay", text + task)
+
+
+@pytest.mark.parametrize("example", sorted(MADE_BY_FRAMEWORKS), ids=lambda path: path.stem)
+def test_examples_give_frameworks_adamws_value(example: Path) -> None:
+    text = example.read_text()
+    assert "adamw_weight_decay" in text
+    assert "metrics()" in text
 
 
 @each_page

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from swd_fused import FusedAdamS
+
 
 class Optimizer:
     """What FusedAdamS tells, and how often it was asked: each time waits for the device."""
@@ -117,3 +119,72 @@ def test_the_package_imports_no_trainer() -> None:
     code = "import sys, swd_fused, swd_fused.integrations; print({'transformers', 'lightning'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+class Posing:
+    """Wraps an optimizer as Lightning Fabric does: of a subclass of its class, without any of its attributes."""
+
+    def __init__(self, optimizer: FusedAdamS) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Posing", (Posing, FusedAdamS), {})
+
+    @property
+    def optimizer(self) -> FusedAdamS:
+        return self._optimizer
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_a_wrapper_that_poses_as_the_optimizer() -> None:
+    """What it is told reaches the optimizer, and what it does is the optimizer's."""
+    weights = []
+    for wrap in (lambda optimizer: optimizer, Posing):
+        param = torch.nn.Parameter(torch.arange(1.0, 4))
+        optimizer = FusedAdamS([param], lr=0.1, schedule="lagged")
+        wrapped = wrap(optimizer)
+        wrapped.release_gradients()
+        for step in range(4):
+            (param * (1 + step)).square().sum().backward()
+            wrapped.step()
+            assert param.grad is None  # released
+            wrapped.zero_grad()
+        weights.append(param.detach())
+        wrapped.set_grad_none = False
+        assert optimizer.set_grad_none is False
+        assert wrapped.metrics() == optimizer.metrics()
+    assert torch.equal(*weights)
+
+
+PER_TENSOR = """
+def new_optimizers(params, **options):
+    return [FusedAdamS([{"params": param}], **options) for param in params]
+"""
+
+
+def new_per_tensor(module: str, **options: Any) -> list[FusedAdamS]:
+    """Makes one optimizer for each of two tensors in a module of this name, as torchao does."""
+    namespace: dict[str, Any] = {"__name__": module, "FusedAdamS": FusedAdamS}
+    exec(PER_TENSOR, namespace)
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    return namespace["new_optimizers"](params, **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("module", ["torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload"])
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({}, "the schedule's mean"), ({"decay": "decoupled", "max_grad_norm": 1.0}, "the gradients' norm")],
+)
+def test_one_optimizer_for_each_tensor_is_refused(module: str, options: dict[str, Any], needed: str) -> None:
+    with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*offload=True"):
+        new_per_tensor(module, **options)
+
+
+def test_one_optimizer_for_each_tensor_of_others() -> None:
+    """What depends on nothing but the tensor is right, and whoever else makes many optimizers knows why."""
+    assert len(new_per_tensor("torchao.optim.cpu_offload", decay="decoupled")) == 2
+    assert len(new_per_tensor("my_models.cpu_offload")) == 2
+    assert len(new_per_tensor("torchao.optim.others")) == 2

@@ -1,0 +1,226 @@
+"""swd_fused.integrations.timm with the real timm: names, weight decay, layer decay, AdamC, the launcher, the example.
+
+Skipped where timm is missing. `make frameworks` puts it where `any_torchvision` finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS, param_groups
+from tests.packaging import any_torchvision
+from tests.packaging.test_frameworks import EXAMPLES, SECONDS, assert_as_on_one_process, trained_by
+
+RUNNER = str(Path(any_torchvision.__file__))
+LR, WEIGHT_DECAY, LAYER_DECAY, STEPS = 1e-2, 0.5, 0.7, 8
+
+pytestmark = pytest.mark.filterwarnings("default")  # timm's own
+
+
+@pytest.fixture(scope="module")
+def timm() -> Any:
+    any_torchvision.prepare()
+    module = pytest.importorskip("timm")
+    for name in ("optim", "scheduler"):
+        importlib.import_module(f"timm.{name}")
+    return module
+
+
+@pytest.fixture(scope="module")
+def names_before(timm: Any) -> set[str]:
+    return set(timm.optim.list_optimizers())
+
+
+@pytest.fixture
+def create(timm: Any, names_before: set[str]) -> Any:
+    from swd_fused.integrations.timm import register
+
+    register()
+    return timm.optim.create_optimizer_v2
+
+
+def transformer(timm: Any, name: str = "vit_tiny_patch16_224") -> Any:
+    torch.manual_seed(0)
+    size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
+    return timm.create_model(name, **size).double()
+
+
+def names_of(model: torch.nn.Module, params: list[torch.Tensor]) -> set[str]:
+    ids = set(map(id, params))
+    return {name for name, param in model.named_parameters() if id(param) in ids}
+
+
+def trained(timm: Any, model: Any, optimizer: Any, warmup: int = 3, steps: int = STEPS) -> Any:
+    """Trains on random images, with timm's schedule, which multiplies by the groups' `lr_scale`."""
+    options = {"num_epochs": 4 * STEPS, "warmup_epochs": warmup, "warmup_lr": 1e-3, "warmup_prefix": True}
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, "cosine", **options)
+    data = torch.Generator().manual_seed(1)
+    model.eval()  # of two heads that distil, the mean
+    for step in range(steps):
+        scheduler.step(step)
+        optimizer.zero_grad()
+        images = torch.randn(4, 3, 16, 16, generator=data, dtype=torch.float64)
+        labels = torch.randint(5, (4,), generator=data)
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_no_name_is_one_of_timms(names_before: set[str], create: Any, timm: Any) -> None:
+    from swd_fused.integrations.timm import DESCRIPTIONS, register
+
+    assert not names_before & set(DESCRIPTIONS)
+    register()  # once more
+    described = dict(timm.optim.list_optimizers(list(DESCRIPTIONS), with_description=True))
+    assert described == DESCRIPTIONS
+
+
+@pytest.mark.parametrize("layer_decay", [None, LAYER_DECAY])
+@pytest.mark.parametrize("prefix", ["", "lookahead_"])
+def test_adamw_is_timms(timm: Any, create: Any, layer_decay: float | None, prefix: str) -> None:
+    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "layer_decay": layer_decay, "betas": [0.9, 0.95], "eps": 1e-6}
+    models = []
+    for name in ("adamw", "swdadamw"):
+        model = transformer(timm)
+        optimizer = create(model, prefix + name, **options)
+        models.append(trained(timm, model, optimizer, steps=2 * STEPS))
+        rates = {group["lr"] for group in optimizer.param_groups}
+        assert len(rates) == (1 if layer_decay is None else 4)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("layer_decay", [None, LAYER_DECAY])
+def test_weight_decay_of_adams_is_adamws(timm: Any, create: Any, layer_decay: float | None) -> None:
+    """Until calibration ends steps are those of timm's AdamW. Then the schedule starts from there."""
+    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "layer_decay": layer_decay}
+    model, other = transformer(timm), transformer(timm)
+    optimizer = create(model, "fusedadams", calibration_steps=STEPS, **options)
+    trained(timm, model, optimizer)
+    assert_same(model, trained(timm, other, create(other, "adamw", **options)))
+
+    assert [round(decay, 12) for decay in optimizer.effective_weight_decay()] == [
+        WEIGHT_DECAY if group["weight_decay"] else 0.0 for group in optimizer.param_groups
+    ]
+    lambdas = {group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]}
+    assert lambdas == {WEIGHT_DECAY * (optimizer.exp_avg_sq_mean.sqrt().item() + 1e-8)}
+    exempt = names_of(model, [p for g in optimizer.param_groups if not g["weight_decay"] for p in g["params"]])
+    assert exempt == {n for n, p in model.named_parameters() if p.ndim < 2 or n in ("cls_token", "pos_embed")}
+
+
+def test_adams_of_parameters_and_of_groups(timm: Any, create: Any) -> None:
+    def decays(*args: Any, **options: Any) -> list[tuple[Any, ...]]:
+        keys = ("weight_decay", "adamw_weight_decay", "calibration_steps")
+        return [tuple(group[key] for key in keys) for group in create(*args, lr=LR, **options).param_groups]
+
+    model = torch.nn.Linear(3, 2)
+    assert decays(model.parameters(), "fusedadams", weight_decay=0.1) == [(0.1, 0.1, 100)]
+    assert decays([{"params": [model.weight], "weight_decay": 0.2}, {"params": [model.bias]}], "fusedadams") == [
+        (0.2, 0.2, 100),
+        (0.0, None, 0),
+    ]
+    assert decays(model, "fusedadams") == [(0.0, None, 0)]
+    # The paper's lambda, for those who ask for it.
+    assert decays(model, "fusedadams", weight_decay=5e-4, adamw_weight_decay=None) == [(0.0, None, 0), (5e-4, None, 0)]
+    with pytest.raises(ValueError, match="calibration_steps=7 without adamw_weight_decay"):
+        create(model, "fusedadams", lr=LR, calibration_steps=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("vit_tiny_patch16_224", {"head.weight"}),
+        ("deit_tiny_distilled_patch16_224", {"head.weight", "head_dist.weight"}),
+    ],
+)
+@pytest.mark.parametrize("layer_decay", [None, LAYER_DECAY])
+def test_adamc_corrects_all_but_the_classifier(
+    timm: Any, create: Any, name: str, heads: set[str], layer_decay: float | None
+) -> None:
+    model = transformer(timm, name)
+    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "layer_decay": layer_decay}
+    groups = create(model, "swdadamc", **options).param_groups
+    params = [param for group in groups for param in group["params"]]
+    assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
+    decaying = names_of(model, [p for g in groups if g["weight_decay"] for p in g["params"]])
+    corrected = names_of(model, [p for g in groups if g["corrected_decay"] for p in g["params"]])
+    assert decaying - corrected == heads
+    assert {name for name in decaying if name.endswith("qkv.weight")} <= corrected
+
+
+def test_adamc_is_timms_but_for_the_classifier(timm: Any, create: Any) -> None:
+    """timm corrects that too, so gradients must not depend on it. Without a warm-up, in which its largest rate is the
+    one it was made with."""
+    models = {}
+    for name in ("swdadamc", "adamc", "adamw"):
+        models[name] = model = transformer(timm)
+        optimizer = create(model, name, lr=LR, weight_decay=WEIGHT_DECAY)
+        scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, "cosine", num_epochs=STEPS)
+        data = torch.Generator().manual_seed(1)
+        for step in range(STEPS):
+            scheduler.step(step)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=data, dtype=torch.float64)
+            optimizer.step()
+    corrected, as_timm, plain = models.values()
+    head = corrected.head.weight.detach()
+    torch.testing.assert_close(head, plain.head.weight.detach(), rtol=0, atol=1e-12)
+    assert (head - as_timm.head.weight).abs().max() > 1e-4
+    for model in (corrected, as_timm):
+        model.reset_classifier(0)
+    assert_same(corrected, as_timm)
+
+
+def test_adamc_of_parameters_needs_groups_that_tell(timm: Any, create: Any) -> None:
+    model = transformer(timm)
+    with pytest.raises(TypeError, match=r"got parameters only.*corrected_decay=True\)"):
+        create(model.parameters(), "swdadamc", lr=LR)
+    groups = param_groups(model, WEIGHT_DECAY, corrected_decay=True)
+    optimizer = create(groups, "swdadamc", lr=LR)
+    assert isinstance(optimizer, FusedAdamS)
+    assert [group["corrected_decay"] for group in optimizer.param_groups] == [True, False, False]
+
+
+SCRIPT = """
+import sys
+import torch
+from timm.optim import create_optimizer_v2
+import beside_the_script
+
+if __name__ == "__main__":
+    optimizer = create_optimizer_v2(torch.nn.Linear(3, 2), sys.argv[2], weight_decay=0.1)
+    print(type(optimizer).__name__, [group["weight_decay"] for group in optimizer.param_groups], sys.argv)
+"""
+
+
+def test_a_script_that_knows_nothing_of_it(timm: Any, tmp_path: Path) -> None:
+    script = tmp_path / "folder" / "train.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    (script.parent / "beside_the_script.py").touch()
+    command = [sys.executable, RUNNER, "-m", "swd_fused.integrations.timm"]
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=True, cwd=EXAMPLES.parent
+        ).stdout
+
+    assert run(str(script), "--opt", "fusedadams") == f"FusedAdamS [0.0, 0.1] ['{script}', '--opt', 'fusedadams']\n"
+    assert "swdadamc" in run("--help")
+
+
+def test_example(timm: Any, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    weights = trained_by(tmp_path / "weights", *launcher, RUNNER, str(EXAMPLES / "with_timm.py"))
+    assert_as_on_one_process(weights, torch.float64, 1e-12)
