@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 namespace swd {
@@ -28,6 +29,34 @@ void wait_until(const F& holds) {
   }
 }
 
+// Keeps small steps on one thread for a while after a region had to wait for a thread without a core: for 32 steps, and
+// twice as many each time that it happens again. A second thread saves such a step tenths of a millisecond, and where
+// another program keeps its core busy it costs several. What a step computes does not depend on the number of threads.
+class Patience {
+ public:
+  static constexpr int64_t SMALL = 1 << 18;  // elements
+
+  bool takes_one_thread() {
+    if (alone_.load(std::memory_order_relaxed) <= 0) return false;
+    alone_.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+  }
+
+  void note(std::chrono::steady_clock::duration waited) {
+    constexpr int64_t FEWEST = 32, MOST = 1024;
+    const int64_t before = last_.load(std::memory_order_relaxed);
+    const bool is_long = waited > std::chrono::microseconds(300);
+    const int64_t steps = is_long ? std::clamp(2 * before, FEWEST, MOST) : 0;
+    last_.store(steps, std::memory_order_relaxed);
+    alone_.store(steps, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int64_t> alone_{0}, last_{0};
+};
+
+Patience patience;
+
 }  // namespace
 
 Team::Team(int64_t threads) : threads_(threads) {
@@ -36,10 +65,13 @@ Team::Team(int64_t threads) : threads_(threads) {
 }
 
 void Team::run(int64_t elements, const Program& program) {
+  const bool is_small = elements < Patience::SMALL;
   const int64_t wanted = elements / ELEMENTS_OF_THREAD;
-  const int64_t threads = wanted < 2 ? 1 : std::min(wanted, int64_t{torch::stable::get_num_threads()});
+  const bool is_alone = wanted < 2 || (is_small && patience.takes_one_thread());
+  const int64_t threads = is_alone ? 1 : std::min(wanted, int64_t{torch::stable::get_num_threads()});
   Team team(threads);
   if (threads == 1) return program(team);
+  std::chrono::steady_clock::time_point done;
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
     if (begin != 0) return team.join(begin);
     struct End {
@@ -47,7 +79,9 @@ void Team::run(int64_t elements, const Program& program) {
       std::atomic<bool>& is_over;
     } const end{team.is_over_};
     program(team);
+    done = std::chrono::steady_clock::now();
   });
+  if (is_small) patience.note(std::chrono::steady_clock::now() - done);
 }
 
 void Team::each(int64_t portions, bool backward, const Portion& f) {
