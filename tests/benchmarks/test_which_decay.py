@@ -266,6 +266,15 @@ def test_only_what_all_seeds_carry_is_called_lower_or_higher(shifts: tuple[float
     assert not any(f.at_edge for f in at_one)
 
 
+def test_validation_and_test_must_agree() -> None:
+    seeds = {(0.1, 0): 2.0, (0.1, 1): 2.1, (0.1, 2): 2.2}
+    lower = made_up_rows(ADAMS, {key: loss - 0.1 for key, loss in seeds.items()})
+    assert findings.findings(made_up_rows(ADAMW, seeds) + lower)[1].verdict == "lower"
+    for row, shift in zip(lower, (-0.1, 0.1, 0.1), strict=True):
+        row["test_loss"] += shift
+    assert findings.findings(made_up_rows(ADAMW, seeds) + lower)[1].verdict == "no"
+
+
 def test_one_seed_is_not_judged() -> None:
     rows = made_up_rows(ADAMW, {(0.1, 0): 2.0}) + made_up_rows(ADAMS, {(0.1, 0): 1.0})
     assert findings.findings(rows)[1].verdict == "one seed"
