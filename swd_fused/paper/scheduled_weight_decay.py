@@ -26,6 +26,9 @@ EPS = 1e-8
 
 LAMBDA, MOST = "scheduled_weight_decay", "max_decay"
 
+# What optimizers call the running average of squared gradients, without bias correction: Adam, and the Ranger family.
+SECOND_MOMENTS = ("exp_avg_sq", "variance_ma")
+
 # Whose fused kernel decays weights as it updates them, by the `weight_decay` and this entry of its groups.
 DECAYS_IN_ITS_KERNEL = (torch.optim.Adam, torch.optim.AdamW)
 DECOUPLED = "decoupled_weight_decay"
@@ -226,8 +229,8 @@ class ScheduledWeightDecay(Optimizer):
         return {**self.optimizer.state_dict(), "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this, or of the wrapped kind alone: then the averages follow from `exp_avg_sq`. Without that they begin
-        anew, and a warning says so."""
+        """Of this, or of the wrapped kind alone: then the averages follow from its second moments, `exp_avg_sq` or
+        `variance_ma`. Without these they begin anew, and a warning says so."""
         own = [{key: group[key] for key in (LAMBDA, MOST)} for group in self.param_groups]
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
         self._share()
@@ -250,18 +253,18 @@ class ScheduledWeightDecay(Optimizer):
             for param in group["params"]:
                 state = self.state.get(param, {})
                 step = state.get("step", group.get("step"))  # some packages count in groups
-                if "exp_avg_sq" in state and step is not None:
-                    total = state["exp_avg_sq"].sum(dtype=scalar_dtype(param.device))
-                    averages[param] = Average(total, int(step))
+                moment = next((state[name] for name in SECOND_MOMENTS if name in state), None)
+                if moment is not None and step is not None:
+                    averages[param] = Average(moment.sum(dtype=scalar_dtype(param.device)), int(step))
                 elif any(value is not None for value in state.values()):
                     lost.append(state)
         if lost:
             found = ", ".join(sorted({str(key) for state in lost for key in state}))
             warnings.warn(
                 f"ScheduledWeightDecay got a state dict without its averages, wanted those or, for each parameter, "
-                f"exp_avg_sq and step, from which they follow. {len(lost)} of its parameters have only {found}: their "
-                "averages begin anew, so the decay of the next steps follows the newest gradients alone. Load a state "
-                "dict that ScheduledWeightDecay.state_dict() has returned, if there is one.",
+                f"{' or '.join(SECOND_MOMENTS)} and step, from which they follow. {len(lost)} of its parameters have "
+                f"only {found}: their averages begin anew, so the decay of the next steps follows the newest gradients "
+                "alone. Load a state dict that ScheduledWeightDecay.state_dict() has returned, if there is one.",
                 stacklevel=3,
             )
         return averages

@@ -472,11 +472,12 @@ def test_averages_that_begin_anew_say_so(has_steps: bool) -> None:
         own.load_state_dict(own.state_dict())
 
 
-def test_steps_that_are_counted_in_groups_are_found() -> None:
+@pytest.mark.parametrize("name", ["exp_avg_sq", "variance_ma"])
+def test_second_moments_and_steps_are_found_where_others_keep_them(name: str) -> None:
     params = random_params([(9,)], torch.float64)
     own = ScheduledWeightDecay(torch.optim.SGD(params, lr=0.1))
     saved = torch.optim.SGD(params, lr=0.1).state_dict()
-    saved["state"][0] = {"exp_avg_sq": torch.full((9,), 0.5, dtype=torch.float64)}
+    saved["state"][0] = {name: torch.full((9,), 0.5, dtype=torch.float64)}
     saved["param_groups"][0]["step"] = 3
     own.load_state_dict(saved)
     assert own.state_dict()["averages"] == {0: {"exp_avg_sq_sum": torch.tensor(4.5), "step": 3}}
