@@ -123,8 +123,8 @@ QUICK = Preset(
 )
 
 # 8,000 images and 2,000 for validation: those of the first fifth of each file are enough.
-IMAGES = Task("cifar10", "medium-resnet", 16, 128, (6, 13), limit=8000, augment=True, evaluate_every=5, held_out=2000)
-WORDS = Task("penn-treebank", "small-lstm", 10, 20, limit=60_000, evaluate_every=5)
+IMAGES = Task("cifar10", "medium-resnet", 12, 128, (5, 10), limit=8000, augment=True, evaluate_every=6, held_out=2000)
+WORDS = Task("penn-treebank-2000", "small-lstm", 12, 20, limit=100_000, evaluate_every=12)
 
 REAL = Preset(
     tuned=Search(

