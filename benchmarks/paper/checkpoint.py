@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,12 @@ class Checkpoint:
         self.save_every = save_every
         self._saved = time.monotonic()
 
-    def save_if_due(self, content: Callable[[], dict[str, Any]]) -> None:
-        if self.path is None or time.monotonic() - self._saved < self.save_every:
-            return
-        save_whole({**content(), "effort": asdict(self.effort.so_far()), "random": random_state()}, self.path)
+    def is_due(self) -> bool:
+        return self.path is not None and time.monotonic() - self._saved >= self.save_every
+
+    def save(self, content: dict[str, Any]) -> None:
+        assert self.path is not None
+        save_whole({**content, "effort": asdict(self.effort.so_far()), "random": random_state()}, self.path)
         self._saved = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:

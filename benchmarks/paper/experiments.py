@@ -23,7 +23,11 @@ class Experiment:
 
 
 def product(
-    tasks: Iterable[Task | None], optimizers: Iterable[str], decays: Iterable[float], preset: Preset, lr: float | None = None
+    tasks: Iterable[Task | None],
+    optimizers: Iterable[str],
+    decays: Iterable[float],
+    preset: Preset,
+    lr: float | None = None,
 ) -> list[Run]:
     """Seeds last, so that an interrupted experiment has all seeds of what it has begun with."""
     optimizers, decays = tuple(optimizers), tuple(decays)

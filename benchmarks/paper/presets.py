@@ -1,4 +1,4 @@
-"""Which runs make up each experiment: at the paper's size, in an hour or in minutes on two cores, in seconds on noise."""
+"""Which runs make up each experiment: at the paper's size, at two sizes for two cores, and in seconds on noise."""
 
 from __future__ import annotations
 

@@ -20,8 +20,11 @@ from benchmarks.paper.run import Run
 class Lesson(Protocol):
     """What is trained on what."""
 
-    model: nn.Module
-    device: torch.device
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def begin_epoch(self) -> None: ...
 
@@ -43,9 +46,7 @@ class Lesson(Protocol):
         """After it, and as many batches as have been trained on, the rest of the epoch is the same."""
 
 
-def train(
-    run: Run, lesson: Lesson, steps: int, after_epoch: Callable[[], None], checkpoint: Checkpoint
-) -> list[Epoch]:
+def train(run: Run, lesson: Lesson, steps: int, after_epoch: Callable[[], None], checkpoint: Checkpoint) -> list[Epoch]:
     """`steps` is how many an epoch has."""
     model = lesson.model
     optimizer = OPTIMIZERS[run.optimizer].build(model.parameters(), run.lr, run.weight_decay)
@@ -81,16 +82,11 @@ def train(
             optimizer.step()
             means.add_decay(optimizer)
             schedule.step()
-            checkpoint.save_if_due(
-                lambda means=means: {  # type: ignore[misc]
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "schedule": schedule.state_dict(),
-                    "epochs": [asdict(epoch) for epoch in epochs],
-                    "means": means.state_dict(),
-                    "carried": lesson.carried(),
-                }
-            )
+            if checkpoint.is_due():
+                states = {"model": model, "optimizer": optimizer, "schedule": schedule, "means": means}
+                content: dict[str, Any] = {name: part.state_dict() for name, part in states.items()}
+                content |= {"epochs": [asdict(epoch) for epoch in epochs], "carried": lesson.carried()}
+                checkpoint.save(content)
         epoch = means.epoch(number, model)
         if number % run.evaluate_every == 0 or number == run.epochs:
             lesson.test(epoch)

@@ -90,8 +90,8 @@ class Search:
 
 
 def result_run(result: Result) -> Run:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in result["run"].items()}
-    return Run(**values)
+    values: dict[str, Any] = result["run"]
+    return Run(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def score(result: Result) -> float:

@@ -26,7 +26,7 @@ from benchmarks.paper.epoch import Epoch
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import DRAWINGS
 from benchmarks.paper.figures.rows import over_seeds, read_rows
-from benchmarks.paper.presets import PAPER, PRESETS, QUICK, REAL, TABLE1, TINY, Preset
+from benchmarks.paper.presets import PAPER, QUICK, TINY, Preset
 from benchmarks.paper.run import Run
 from benchmarks.paper.runner import Place
 from benchmarks.paper.store import Store, conditions
@@ -247,78 +247,6 @@ def test_runs_that_differ_in_anything_have_different_names() -> None:
     assert len({other.key for other in [run, *others]}) == len(others) + 1
 
 
-# --- The presets
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_has_its_experiments(preset: str) -> None:
-    tuned = {"tuned", "tuned-lstm"}
-    wanted = {"quick": set(EXPERIMENTS) - tuned, "real": tuned | {"gradnorm"}}.get(preset, set(EXPERIMENTS))
-    for name, experiment in EXPERIMENTS.items():
-        runs = experiment.runs(PRESETS[preset])
-        assert bool(runs) == (name in wanted), name
-        assert len(set(runs)) == len(runs), name
-
-
-def test_an_experiment_that_a_preset_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command("basin", "--preset", "real")
-    assert "--preset real has no basin, wanted one of tuned, tuned-lstm, gradnorm" in capsys.readouterr().err
-
-
-def test_all_of_a_preset_is_drawn_without_what_it_lacks(tmp_path: Path) -> None:
-    for path in STORED.glob("*.csv"):
-        shutil.copy(path, tmp_path)
-    command("all", "--draw", "--out", tmp_path)
-    assert not (tmp_path / "tuned.png").exists()
-    assert (tmp_path / "coupling.png").exists()
-
-
-def test_the_paper_preset_has_the_papers_settings() -> None:
-    runs = EXPERIMENTS["table1"].runs(PAPER)
-    tasks = {run.task for run in runs}
-    assert tasks == {
-        "cifar10/resnet18",
-        "cifar10/vgg16-bn",
-        "cifar100/resnet34",
-        "cifar100/densenet121",
-        "cifar100/googlenet",
-        "imagenet/resnet50",
-    }
-    assert {run.optimizer for run in runs} == set(TABLE1)
-    for run in runs:
-        assert run.weight_decay == 5e-4
-        assert run.augment
-        expected = {
-            "cifar10": (200, 128, (80, 160)),
-            "cifar100": (200, 128, (100, 150)),
-            "imagenet": (90, 256, (30, 60)),
-        }[run.data]
-        assert (run.epochs, run.batch_size, run.milestones) == expected
-    assert {run.weight_decay for run in EXPERIMENTS["table2"].runs(PAPER)} == {1e-4}
-    assert all((run.epochs, run.cosine) == (210, (14, 2)) for run in EXPERIMENTS["cosine"].runs(PAPER))
-    assert {run.batch_size for run in EXPERIMENTS["lstm"].runs(PAPER)} == {20}
-    table3 = {(run.epochs, run.weight_decay) for run in EXPERIMENTS["coupling"].runs(PAPER) if run.optimizer == "SGD"}
-    assert {(50, 0.02), (50, 0.002), (2000, 5e-5)} <= table3
-    assert all(len({run.seed for run in e.runs(PAPER)}) == 3 for e in EXPERIMENTS.values() if not e.search(PAPER))
-
-
-def test_the_real_preset_is_on_the_papers_data() -> None:
-    runs = [run for experiment in EXPERIMENTS.values() for run in experiment.runs(REAL)]
-    assert {run.data for run in runs} == {"cifar10", "penn-treebank-2000"}
-    assert {run.optimizer for run in EXPERIMENTS["tuned"].runs(REAL)} == {"Adam", "AdamW", "AdamS"}
-    assert all(run.limit + run.held_out <= 10_000 for run in runs if run.data == "cifar10")
-
-
-def test_the_quick_preset_is_on_real_data_with_three_seeds() -> None:
-    for experiment in EXPERIMENTS.values():
-        runs = experiment.runs(QUICK)
-        if not runs:
-            continue
-        assert {run.data for run in runs} <= {"fashion-mnist", "digits", "python-documentation"}
-        assert {run.seed for run in runs} == {0, 1, 2}
-
-
 # --- Figures and tables
 
 
@@ -355,6 +283,20 @@ def test_summary_has_the_end_of_each_run() -> None:
 
 
 # --- Mistakes
+
+
+def test_an_experiment_that_a_preset_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command("basin", "--preset", "real")
+    assert "--preset real has no basin, wanted one of tuned, tuned-lstm, gradnorm" in capsys.readouterr().err
+
+
+def test_all_of_a_preset_is_drawn_without_what_it_lacks(tmp_path: Path) -> None:
+    for path in STORED.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    command("all", "--draw", "--out", tmp_path)
+    assert not (tmp_path / "tuned.png").exists()
+    assert (tmp_path / "coupling.png").exists()
 
 
 def test_help_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def trained(run: Run, checkpoint: Checkpoint | None = None) -> Trained:
 
 def aborted_after(step: int, run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves after that step of the run, and dies."""
-    original, count = Checkpoint.save_if_due, 0
+    original, count = Checkpoint.save, 0
 
     def save_and_die(self: Checkpoint, content: Any) -> None:
         nonlocal count
@@ -68,7 +68,7 @@ def aborted_after(step: int, run: Run, path: Path, monkeypatch: pytest.MonkeyPat
             raise Aborted
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "save_if_due", save_and_die)
+        patch.setattr(Checkpoint, "save", save_and_die)
         with pytest.raises(Aborted):
             trained(run, Checkpoint(path, Effort(), save_every=0.0))
 
@@ -118,7 +118,9 @@ def test_runs_under_way_are_saved_once_a_minute(tmp_path: Path, monkeypatch: pyt
     checkpoint = Checkpoint(tmp_path / "checkpoint", Effort())
     saved = []
     for now in (30.0, 59.0, 61.0, 90.0, 120.0, 122.0):
-        checkpoint.save_if_due(lambda: saved.append(now) or {})  # noqa: B023  called at once
+        if checkpoint.is_due():
+            checkpoint.save({})
+            saved.append(now)
     assert saved == [61.0, 122.0]
 
 
