@@ -28,6 +28,7 @@ from benchmarks.paper.store import Store
 from benchmarks.paper.task import Task
 from benchmarks.paper.tuning import Planned, Result, Search, best_of, decay_for, total_decay
 
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -15,7 +15,7 @@ LIGHT_BLUE = "#56B4E9"
 
 
 def draw_tuned(rows: list[Row], picture: Path) -> None:
-    figure, [[search, test, norms]] = panels(1, 3, width=4.0, height=3.2)
+    figure, [[search, test, norms]] = panels(1, 3, width=4.0, height=3.4)
     draw_search(search, rows)
     draw_test(test, rows)
     for (optimizer, role), of_setting in settings(rows).items():
@@ -52,7 +52,7 @@ def draw_test(axes: Axes, rows: list[Row]) -> None:
         axes.plot(values, [y] * len(values), "o", color=colour, markersize=4, alpha=0.6)
         axes.plot([fmean(values)] * 2, [y - 0.3, y + 0.3], color=colour, linewidth=2)
         axes.annotate(f"{fmean(values):.1f}", (fmean(values), y + 0.34), fontsize=7.5, ha="center", color=colour)
-    axes.set_yticks(range(len(of_settings)), [setting_name(of, "\n") for _, of in reversed(of_settings)])
+    axes.set_yticks(range(len(of_settings)), [setting_with_lambda(of) for _, of in reversed(of_settings)])
     axes.set_ylim(-0.6, len(of_settings) - 0.2)
     axes.grid(axis="y", color="#EEEEEE")
     axes.set_xlabel(measure_name(of_settings[0][1][0], "test"))
@@ -65,12 +65,15 @@ def settings(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
     return {(key[0], key[1]): of for key, of in grouped(tested, ["optimizer", "role"]).items()}
 
 
-def setting_name(rows: list[Row], separator: str = " ") -> str:
-    row = rows[0]
-    if row["role"] == "no decay":
-        return "no decay"
-    suffix = ", AdamW's total decay" if row["role"] == "equal decay" else ""
-    return f"{row['optimizer']},{separator}λ = {row['weight_decay']:g}{suffix}"
+def setting_name(rows: list[Row]) -> str:
+    optimizer, role = rows[0]["optimizer"], rows[0]["role"]
+    return {"no decay": "no decay", "equal decay": f"{optimizer}, AdamW's\ntotal decay"}.get(
+        role, f"{optimizer}, tuned"
+    )
+
+
+def setting_with_lambda(rows: list[Row]) -> str:
+    return "no decay" if rows[0]["role"] == "no decay" else f"{setting_name(rows)},\nλ = {rows[0]['weight_decay']:g}"
 
 
 def colour_of(optimizer: str, role: str) -> str:
