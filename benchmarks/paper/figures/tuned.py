@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator
 
 from benchmarks.paper.figures.rows import Row, chosen, grouped, last_epochs
 from benchmarks.paper.figures.style import COLOURS, GREY, curve, legend, panels, save, seeds_note, task_name
@@ -38,6 +39,9 @@ def draw_search(axes: Axes, rows: list[Row]) -> None:
         ringed = [point for point in points if point[0] in best]
         axes.plot(*zip(*ringed, strict=True), "o", color=COLOURS[optimizer], markersize=9, fillstyle="none")
     axes.set_xscale("log")
+    exponents = [math.log10(row["weight_decay"]) for row in tuning]
+    decades = range(math.ceil(min(exponents)), math.floor(max(exponents)) + 1)
+    axes.xaxis.set_major_locator(FixedLocator([10.0**exponent for exponent in decades]))
     axes.set_xlabel("λ")
     axes.set_ylabel(measure_name(tuning[0], "validation"))
     axes.set_title("validation, by which λ is chosen")
