@@ -75,8 +75,9 @@ $(VENV)/apart: $(VENV)/.torch
 	    litgpt jsonargparse docstring-parser typeshed-client importlib-resources
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
+# make paper PRESET=real DATA=DIR needs CIFAR-10 and Penn TreeBank there.
 paper: $(VENV)/.with-paper
-	$(BIN)/python -m benchmarks.paper all --preset quick $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m benchmarks.paper all --preset $(or $(PRESET),quick) $(if $(DATA),--data $(DATA))
 
 # The sdist, and from it a wheel for any Linux with this one's glibc or a later one. torch brings its own libraries.
 wheel: $(VENV)/.with-release

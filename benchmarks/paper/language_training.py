@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from benchmarks.paper.checkpoint import Checkpoint, nothing_kept
 from benchmarks.paper.data import DataError, Text, load_text
+from benchmarks.paper.data.images import Batch
+from benchmarks.paper.epoch import Epoch
 from benchmarks.paper.models import LANGUAGE_MODELS
 from benchmarks.paper.models.language import LanguageModel
-from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
-from benchmarks.paper.training import Epoch, EpochMeans, Trained, lr_schedule
+from benchmarks.paper.training import Trained
+from benchmarks.paper.training_loop import train
 
 BPTT = 35
 MAX_GRAD_NORM = 1.0
@@ -36,46 +40,67 @@ def both_parts(run: Run, data: Text) -> tuple[Tensor, Tensor]:
     """For training and for testing, in columns."""
     return (
         in_columns(data.train, run.batch_size, f"the training part of {run.data}"),
-        in_columns(data.test, TEST_COLUMNS, f"the test part of {run.data}"),
+        in_columns(data.test, TEST_COLUMNS, f"the {run.part} part of {run.data}"),
     )
 
 
-def stretches(text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def stretches(text: Tensor) -> Iterator[Batch]:
     """Up to BPTT rows, and for each the row that follows it."""
     for start in range(0, len(text) - 1, BPTT):
         end = min(start + BPTT, len(text) - 1)
         yield text[start:end], text[start + 1 : end + 1]
 
 
-def train_language(run: Run, root: Path | None, device: torch.device, after_epoch: Callable[[], None]) -> Trained:
-    data = load_text(run.data, root, device, run.limit)
+class LanguageLesson:
+    def __init__(self, run: Run, model: LanguageModel, data: Text, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.batch_size = run.batch_size
+        self.text, self.test_text = both_parts(run, data)
+
+    def begin_epoch(self) -> None:
+        self.hidden = self.model.no_hidden(self.batch_size, self.device)
+
+    def batches(self) -> Iterator[Batch]:
+        return stretches(self.text)
+
+    def loss(self, batch: Batch) -> Tensor:
+        tokens, targets = batch
+        logits, (h, c) = self.model(tokens, self.hidden)
+        self.hidden = (h.detach(), c.detach())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def before_step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+
+    def test(self, epoch: Epoch) -> None:
+        epoch.test_loss = tested(self.model, self.test_text)
+
+    def carried(self) -> dict[str, Any]:
+        return {"hidden": list(self.hidden)}
+
+    def carry(self, carried: dict[str, Any]) -> None:
+        h, c = carried["hidden"]
+        self.hidden = (h.to(self.device), c.to(self.device))
+
+
+def text_of(run: Run, root: Path | None, device: torch.device) -> Text:
+    return load_text(run.data, root, device, run.limit, run.held_out, run.part)
+
+
+def train_language(
+    run: Run,
+    root: Path | None,
+    device: torch.device,
+    after_epoch: Callable[[], None],
+    checkpoint: Checkpoint | None = None,
+) -> Trained:
+    data = text_of(run, root, device)
     torch.manual_seed(run.seed)
     model = LANGUAGE_MODELS[run.model](data.vocabulary).to(device)
-    optimizer = OPTIMIZERS[run.optimizer].build(model.parameters(), run.lr, run.weight_decay)
-    text, test_text = both_parts(run, data)
-    schedule = lr_schedule(run, optimizer, steps=len(list(stretches(text))))
-    epochs: list[Epoch] = []
-    for number in range(1, run.epochs + 1):
-        lr = optimizer.param_groups[0]["lr"]
-        model.train()
-        means = EpochMeans()
-        hidden = model.no_hidden(run.batch_size, device)
-        for tokens, targets in stretches(text):
-            optimizer.zero_grad()
-            logits, (h, c) = model(tokens, hidden)
-            hidden = (h.detach(), c.detach())
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            loss.backward()
-            means.add(loss, model)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            schedule.step()
-        epoch = means.epoch(number, lr, model, optimizer)
-        if number % run.evaluate_every == 0 or number == run.epochs:
-            epoch.test_loss = tested(model, test_text)
-        epochs.append(epoch)
-        after_epoch()
-    return Trained(epochs, eigenvalues=[])
+    lesson = LanguageLesson(run, model, data, device)
+    steps = len(list(stretches(lesson.text)))
+    return Trained(train(run, lesson, steps, after_epoch, checkpoint or nothing_kept()), eigenvalues=[])
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.paper.data import check_images, load_text
-from benchmarks.paper.language_training import both_parts
+from benchmarks.paper.data import check_images
+from benchmarks.paper.language_training import both_parts, text_of
 from benchmarks.paper.models import LANGUAGE_MODELS, check_model
 from benchmarks.paper.run import Run
 
@@ -19,5 +19,6 @@ def check_needs(runs: Sequence[Run], root: Path | None) -> None:
         check_model(model)
     for name in dict.fromkeys(run.data for run in runs if run.model not in LANGUAGE_MODELS):
         check_images(name, root)
-    for run in {(run.data, run.limit, run.batch_size): run for run in runs if run.model in LANGUAGE_MODELS}.values():
-        both_parts(run, load_text(run.data, root, torch.device("cpu"), run.limit))
+    of_text = [run for run in runs if run.model in LANGUAGE_MODELS]
+    for run in {(run.data, run.limit, run.held_out, run.part, run.batch_size): run for run in of_text}.values():
+        both_parts(run, text_of(run, root, torch.device("cpu")))

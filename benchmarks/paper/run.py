@@ -26,6 +26,8 @@ class Run:
     cosine: tuple[int, ...] = ()  # epochs of the first cycle, and how many times longer each next one is
     limit: int = 0  # training images or tokens, 0 for all
     augment: bool = False
+    held_out: int = 0  # last training images or tokens that are for validation and not trained on
+    part: str = "test"  # or "validation": what the run is tested on; the other one is then not even looked at
     evaluate_every: int = 1  # epochs; the last one always
     eigenvalues: int = 0  # of the Hessian, at the end
     hessian_images: int = 0

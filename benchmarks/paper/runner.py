@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks.paper.checkpoint import SAVE_EVERY, Checkpoint
 from benchmarks.paper.effort import Effort
 from benchmarks.paper.kept_net import KeptNet
 from benchmarks.paper.language_training import train_language
@@ -34,20 +35,22 @@ class Place:
     store: Path
     device: str
     workers: int
+    save_every: float = SAVE_EVERY  # seconds, of runs under way
 
 
 def carry_out(run: Run, place: Place, after_epoch: Callable[[], None]) -> None:
     device, store = torch.device(place.device), Store(place.store)
-    kept = KeptNet(store.path(run).with_suffix(".pt"))
+    kept, effort = KeptNet(store.path(run).with_suffix(".pt")), Effort()
+    checkpoint = Checkpoint(store.path(run).with_suffix(".checkpoint"), effort, place.save_every)
     if run.eigenvalues:
-        trained, effort = train_with_eigenvalues(run, place.data, device, after_epoch, kept)
+        trained = train_with_eigenvalues(run, place.data, device, after_epoch, kept, checkpoint)
     else:
         train = train_language if run.model in LANGUAGE_MODELS else train_images
-        effort = Effort()
         with effort.counted():
-            trained = train(run, place.data, device, after_epoch)
+            trained = train(run, place.data, device, after_epoch, checkpoint)
     store.save(run, trained, conditions(device, effort.seconds, effort.warnings))
     kept.remove()
+    checkpoint.remove()
 
 
 def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
@@ -56,6 +59,8 @@ def run_all(runs: Sequence[Run], place: Place, console: Console) -> None:
     with_eigenvalues = {run.training for run in runs if run.eigenvalues}
     every = [run for run in dict.fromkeys(runs) if run not in with_eigenvalues]
     remaining = [run for run in every if store.find(run) is None]
+    if not every:
+        return
     check_needs(remaining, place.data)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -102,7 +107,7 @@ def _in_processes(
                     except Empty:
                         break
                     epoch_passed()
-        except BaseException:  # an interrupt too: what is being trained is given up, not waited for
+        except BaseException:  # an interrupt too: what is being trained goes on from its checkpoint another time
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()

@@ -47,6 +47,9 @@ class Store:
     def load(self, run: Run) -> dict[str, Any]:
         path = self.find(run)
         assert path is not None
+        return self.content(path)
+
+    def content(self, path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 
@@ -90,8 +93,12 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
 
 
-def write_csv(path: Path, results: Sequence[dict[str, Any]], which: str) -> None:
-    lines = list(rows(results, which))
+def write_csv(path: Path, results: Sequence[dict[str, Any]], which: str, roles: Sequence[str] = ()) -> None:
+    """`roles` says what each run is for in an experiment that chooses some of its runs."""
+    if roles:
+        lines = [{"role": role, **row} for role, one in zip(roles, results, strict=True) for row in rows([one], which)]
+    else:
+        lines = list(rows(results, which))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=lines[0].keys(), lineterminator="\n")

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from benchmarks.paper.figures.rows import Row, grouped, last_epochs
 
-BY = ("data", "model", "optimizer", "lr", "weight_decay", "epochs")
+BY = ("role", "data", "model", "optimizer", "lr", "weight_decay", "epochs")
 MEASURES = {
     "test_error": "test error, %",
     "test_loss": "test loss",
@@ -19,7 +19,7 @@ MEASURES = {
 
 def summary(rows: list[Row], title: str) -> Table:
     last = [row for row in last_epochs(rows) if row.get("rank", 1) == 1]
-    by = [column for column in BY if len({row[column] for row in last}) > 1] or ["optimizer"]
+    by = [column for column in BY if column in last[0] and len({row[column] for row in last}) > 1] or ["optimizer"]
     if len({(row["optimizer"], row["lr"]) for row in last}) == len({row["optimizer"] for row in last}):
         by = [column for column in by if column != "lr"]
     measures = [

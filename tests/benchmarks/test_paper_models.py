@@ -25,6 +25,7 @@ COUNTS = {
     "densenet121": 6_956_298,
     "googlenet": 6_166_250,
     "small-resnet": 19_954,
+    "medium-resnet": 78_042,
     "small-vgg-bn": 17_930 + 2 * 104,
     "small-vgg": 17_930,
 }
@@ -39,7 +40,7 @@ def test_every_model_is_counted() -> None:
     assert set(COUNTS) | {"resnet50"} == set(IMAGE_MODELS)
 
 
-SMALL_SIZES = [(name, 1, 10, size) for name in COUNTS if name.startswith("small") for size in (28, 8)]
+SMALL_SIZES = [(name, 1, 10, size) for name in COUNTS if name.startswith(("small", "medium")) for size in (28, 8)]
 
 
 @pytest.mark.parametrize(("name", "channels", "classes", "size"), [*((n, 3, 100, 32) for n in COUNTS), *SMALL_SIZES])

@@ -15,14 +15,18 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
+from benchmarks.paper.checkpoint import Checkpoint
 from benchmarks.paper.data import DataError, load_images
+from benchmarks.paper.effort import Effort
 from benchmarks.paper.hessian import top_eigenvalues
 from benchmarks.paper.kept_net import KeptNet
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
 from benchmarks.paper.sharpness_training import train_with_eigenvalues
-from benchmarks.paper.training import lr_schedule, train_images
+from benchmarks.paper.training import train_images
+from benchmarks.paper.training_loop import lr_schedule
+from swd_fused import FusedAdamS
 
 CPU = torch.device("cpu")
 RUN = Run("noise", "small-resnet", "AdamS", 1e-3, 5e-4, epochs=2, batch_size=8, seed=3, milestones=(1,))
@@ -98,6 +102,25 @@ def test_decay_is_reported_in_adamws_terms() -> None:
         optimizer.step()
         assert adamw_weight_decay(optimizer) == pytest.approx(value, rel=1e-3)
     assert math.isnan(adamw_weight_decay(OPTIMIZERS["Adam"].build([param], 1e-3, 5e-4)))
+
+
+def test_decay_is_summed_over_all_steps() -> None:
+    """AdamW's lr is 1e-3 in four steps and 1e-4 in four more; AdamS is summed up beside the training."""
+    [first, second] = train_images(replace(RUN, optimizer="AdamW"), None, CPU, ignored).epochs
+    assert (first.summed_decay, second.summed_decay) == pytest.approx((4 * 1e-3 * 0.5, 4 * 1e-4 * 0.5))
+    sums: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = FusedAdamS.step
+
+        def noted(self: FusedAdamS) -> None:
+            original(self)
+            rms = math.sqrt(self.exp_avg_sq_mean)
+            sums.append(self.param_groups[0]["lr"] * 5e-4 / (rms + 1e-8))
+
+        patch.setattr(FusedAdamS, "step", noted)
+        [first, second] = train_images(RUN, None, CPU, ignored).epochs
+    assert (first.summed_decay, second.summed_decay) == pytest.approx((sum(sums[:4]), sum(sums[4:])), rel=1e-5)
+    assert math.isnan(train_images(replace(RUN, optimizer="Adam"), None, CPU, ignored).epochs[0].summed_decay)
 
 
 # --- Learning rates
@@ -232,7 +255,8 @@ def test_batches_of_images_bound_the_memory_and_give_the_same_eigenvalues() -> N
 
 def test_a_run_can_end_with_eigenvalues(tmp_path: Path) -> None:
     run = replace(RUN, eigenvalues=3, hessian_images=32)
-    trained, effort = train_with_eigenvalues(run, None, CPU, ignored, KeptNet(tmp_path / "net.pt"))
+    effort = Effort()
+    trained = train_with_eigenvalues(run, None, CPU, ignored, KeptNet(tmp_path / "net.pt"), Checkpoint(None, effort))
     assert trained.epochs == train_images(RUN, None, CPU, ignored).epochs
     assert effort.seconds > 0
     assert len(trained.eigenvalues) == 3

@@ -15,7 +15,8 @@ from benchmarks.paper.data.folders import DataError
 from benchmarks.paper.data.imagenet import ImageNet, imagenet_folder
 from benchmarks.paper.data.images import ImageData, Tensors
 from benchmarks.paper.data.noise import noise_images, noise_text
-from benchmarks.paper.data.text import Text, penn_treebank, python_documentation
+from benchmarks.paper.data.penn_treebank import penn_treebank, penn_treebank_of_frequent_words
+from benchmarks.paper.data.text import Text, python_documentation
 
 __all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "load_text"]
 
@@ -29,17 +30,25 @@ IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
 
 TEXTS: dict[str, Callable[[Path | None], Text]] = {
     "penn-treebank": penn_treebank,
+    "penn-treebank-2000": penn_treebank_of_frequent_words,
     "python-documentation": lambda root: python_documentation(),
     "noise-text": lambda root: noise_text(),
 }
 
 
 @lru_cache(maxsize=2)
-def load_images(name: str, root: Path | None, device: torch.device, limit: int) -> ImageData:
-    """With the first `limit` training images, or all for 0."""
+def load_images(
+    name: str, root: Path | None, device: torch.device, limit: int, held_out: int = 0, part: str = "test"
+) -> ImageData:
+    """With the first `limit` training images, or all for 0, except for those `held_out` for validation.
+
+    Where `part` is "validation" these are what the data give for testing, and the test images are not in them.
+    """
     if name == "imagenet":
+        if held_out or part != "test":
+            raise ValueError(f"got held_out={held_out} and part={part!r} for ImageNet, wanted 0 and 'test'")
         return ImageNet(root, device)
-    return IMAGES[name](root).limited(limit).on(device)
+    return IMAGES[name](root).held_out(held_out, part).limited(limit).on(device)
 
 
 def check_images(name: str, root: Path | None) -> None:
@@ -51,5 +60,8 @@ def check_images(name: str, root: Path | None) -> None:
 
 
 @lru_cache(maxsize=2)
-def load_text(name: str, root: Path | None, device: torch.device, limit: int) -> Text:
-    return TEXTS[name](root).limited(limit).on(device)
+def load_text(
+    name: str, root: Path | None, device: torch.device, limit: int, held_out: int = 0, part: str = "test"
+) -> Text:
+    """As `load_images`. A text that has a validation part of its own needs none to be held out."""
+    return TEXTS[name](root).without(held_out).for_testing_on(part).limited(limit).on(device)

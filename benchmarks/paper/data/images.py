@@ -63,6 +63,18 @@ class Tensors:
             self, train_images=self.train_images[:train_images], train_labels=self.train_labels[:train_images]
         )
 
+    def held_out(self, count: int, part: str) -> Tensors:
+        """Without the last `count` training images, which take the place of the test images for `part` "validation"."""
+        if count == 0:
+            if part == "validation":
+                raise ValueError("got held_out=0, wanted the number of images to validate on")
+            return self
+        last = slice(len(self.train_labels) - count, None)
+        kept = replace(self, train_images=self.train_images[:-count], train_labels=self.train_labels[:-count])
+        if part == "validation":
+            return replace(kept, test_images=self.train_images[last], test_labels=self.train_labels[last])
+        return kept
+
     def train_steps(self, batch_size: int) -> int:
         return max(1, len(self.train_labels) // batch_size)
 

@@ -1,4 +1,4 @@
-"""Texts as tokens, a word each: Penn TreeBank from a folder, and the documentation that comes with Python."""
+"""Texts as tokens, a word each, and the documentation that comes with Python as one of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.paper.data.folders import DataError, find_folder
+from benchmarks.paper.data.folders import DataError
 
-PTB_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 UNKNOWN, END = "<unk>", "<eos>"
 
 
@@ -22,30 +20,29 @@ class Text:
     train: Tensor
     test: Tensor
     vocabulary: int
+    validation: Tensor | None = None  # where the text comes with one
+
+    def without(self, held_out: int) -> Text:
+        """The last tokens for training are for validation instead."""
+        if held_out == 0:
+            return self
+        if self.validation is not None:
+            raise ValueError(f"got held_out={held_out}, wanted 0: the text has a validation part of its own")
+        return replace(self, train=self.train[:-held_out], validation=self.train[-held_out:])
+
+    def for_testing_on(self, part: str) -> Text:
+        """With the validation part in the place of the test part, or with that alone."""
+        if part == "validation":
+            if self.validation is None:
+                raise DataError("The text has no validation part, wanted held_out= tokens of the training part.")
+            return replace(self, test=self.validation, validation=None)
+        return replace(self, validation=None)
 
     def limited(self, train_tokens: int) -> Text:
         return self if train_tokens == 0 else replace(self, train=self.train[:train_tokens])
 
     def on(self, device: torch.device) -> Text:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
-
-
-def penn_treebank(root: Path | None) -> Text:
-    """The vocabulary is that of all three files, as usual; it has 10,000 words."""
-    folder = find_folder(root, ["ptb", "simple-examples/data"], PTB_FILES, "Penn TreeBank")
-    train, valid, test = (read_words(folder / file) for file in PTB_FILES)
-    for words, file in zip((train, valid, test), PTB_FILES, strict=True):
-        if len(words) < 2:
-            raise DataError(f"{folder / file} has {len(words)} words, wanted a text.")
-    index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
-    return Text(as_tokens(train, index), as_tokens(test, index), len(index))
-
-
-def read_words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").replace("\n", f" {END} ").split()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
 
 
 def python_documentation(most_words: int = 1000) -> Text:
@@ -59,9 +56,14 @@ def python_documentation(most_words: int = 1000) -> Text:
     words = [re.findall(rf"{END}|\w+|[^\w\s]", text.lower().replace("\n", f" {END} ")) for text in texts]
     train = [word for i, text in enumerate(words) if i % 10 for word in text]
     test = [word for i, text in enumerate(words) if i % 10 == 0 for word in text]
-    frequent = [word for word, _ in Counter(train).most_common(most_words - 1)]
-    index = {word: i for i, word in enumerate([UNKNOWN, *frequent])}
+    index = frequent_words(train, most_words)
     return Text(as_tokens(train, index), as_tokens(test, index), len(index))
+
+
+def frequent_words(train: Sequence[str], most: int) -> dict[str, int]:
+    """Their tokens. 0 is that of all others."""
+    frequent = [word for word, _ in Counter(train).most_common(most) if word != UNKNOWN]
+    return {word: i for i, word in enumerate([UNKNOWN, *frequent[: most - 1]])}
 
 
 def as_tokens(words: Sequence[str], index: dict[str, int]) -> Tensor:

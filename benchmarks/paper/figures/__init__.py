@@ -14,8 +14,11 @@ from benchmarks.paper.figures.rows import Row
 from benchmarks.paper.figures.schedule import draw_schedule
 from benchmarks.paper.figures.sharpness import draw_sharpness
 from benchmarks.paper.figures.tables import draw_table
+from benchmarks.paper.figures.tuned import draw_tuned
 
 DRAWINGS: dict[str, Callable[[list[Row], Path], None]] = {
+    "tuned": draw_tuned,
+    "tuned-lstm": draw_tuned,
     "table1": draw_table,
     "table2": draw_table,
     "gradnorm": draw_gradnorm,

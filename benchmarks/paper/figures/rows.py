@@ -12,7 +12,10 @@ import numpy as np
 
 Row = dict[str, Any]
 
-TEXTS = ("data", "model", "optimizer", "milestones", "cosine", "augment", "device", "cpu", "torch", "python", "date")
+TEXTS = (
+    *("data", "model", "optimizer", "milestones", "cosine", "augment", "part", "role"),
+    *("device", "cpu", "torch", "python", "date"),
+)
 
 
 def read_rows(path: Path) -> list[Row]:

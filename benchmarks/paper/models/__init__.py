@@ -11,7 +11,7 @@ from benchmarks.paper.data.torchvision_import import torchvision_module
 from benchmarks.paper.models.densenet import densenet121
 from benchmarks.paper.models.googlenet import googlenet
 from benchmarks.paper.models.language import LanguageModel, lstm, small_lstm
-from benchmarks.paper.models.resnet import resnet18, resnet34, small_resnet
+from benchmarks.paper.models.resnet import medium_resnet, resnet18, resnet34, small_resnet
 from benchmarks.paper.models.vgg import small_vgg, small_vgg_bn, vgg16, vgg16_bn
 
 
@@ -40,6 +40,7 @@ IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "densenet121": densenet121,
     "googlenet": googlenet,
     "small-resnet": small_resnet,
+    "medium-resnet": medium_resnet,
     "small-vgg": small_vgg,
     "small-vgg-bn": small_vgg_bn,
 }
