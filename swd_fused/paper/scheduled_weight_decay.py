@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from numbers import Real
+from collections.abc import Callable
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -16,22 +14,27 @@ from torch.optim.optimizer import Optimizer
 
 from swd_fused import schedule
 from swd_fused.backends import sums_of_squares
+from swd_fused.paper.wrapped_groups import (
+    DECOUPLED,
+    LAMBDA,
+    MOST,
+    Lambdas,
+    beta2_of,
+    decaying,
+    lambdas_of,
+    own_decay,
+    schedule_groups,
+    take_over,
+)
 from swd_fused.step.decay_warning import DecayWarning
 from swd_fused.tensors.hyper import Hyper, hyper_row, scalar_dtype
 from swd_fused.tensors.transfer import from_host, is_fake, to_device
 
-# What optimizers without such a group entry are given: Adam's usual ones.
-BETA2 = 0.999
-EPS = 1e-8
-
-LAMBDA, MOST = "scheduled_weight_decay", "max_decay"
-
 # What optimizers call the running average of squared gradients, without bias correction: Adam, and the Ranger family.
 SECOND_MOMENTS = ("exp_avg_sq", "variance_ma")
 
-# Whose fused kernel decays weights as it updates them, by the `weight_decay` and this entry of its groups.
+# Whose fused kernel decays weights as it updates them, by their groups' `weight_decay` and `decoupled_weight_decay`.
 DECAYS_IN_ITS_KERNEL = (torch.optim.Adam, torch.optim.AdamW)
-DECOUPLED = "decoupled_weight_decay"
 
 
 class Average(NamedTuple):
@@ -39,18 +42,6 @@ class Average(NamedTuple):
 
     exp_avg_sq_sum: Tensor
     step: int
-
-
-class Lambdas(NamedTuple):
-    """How lambda follows from a group's own `weight_decay`."""
-
-    given: float | None  # lambda of groups whose decay is the largest; None if each group's decay is its lambda
-    largest: float  # decay of the wrapped optimizer's groups, 0 if none decays
-
-    def of(self, own: float) -> float:
-        if self.given is None:
-            return own
-        return self.given * (own / self.largest) if self.largest > 0 else self.given
 
 
 class ScheduledWeightDecay(Optimizer):
@@ -80,11 +71,11 @@ class ScheduledWeightDecay(Optimizer):
             _check_number("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a finite number >= 0, or None")
         _check_number("max_decay", max_decay, 0 < max_decay <= 1, "a number in (0, 1]")
         groups = optimizer.param_groups
-        self._lambdas = _lambdas(groups, weight_decay)
-        some_decay = any(_own_decay(group) > 0 for group in groups)
+        self._lambdas = lambdas_of(groups, weight_decay)
+        some_decay = any(own_decay(group) > 0 for group in groups)
         for group in groups:
-            stays_without = some_decay and _own_decay(group) == 0
-            _take_over(group, 0.0 if stays_without else self._lambdas.of(_own_decay(group)), max_decay)
+            stays_without = some_decay and own_decay(group) == 0
+            take_over(group, 0.0 if stays_without else self._lambdas.of(own_decay(group)), max_decay)
         super().__init__(groups, {**optimizer.defaults, LAMBDA: weight_decay, MOST: max_decay})
         self.optimizer = optimizer
         self.exp_avg_sq_mean = torch.tensor(math.nan)
@@ -113,7 +104,7 @@ class ScheduledWeightDecay(Optimizer):
         stays_without = param_group.get("weight_decay") == 0
         self.optimizer.add_param_group(param_group)
         group = self.optimizer.param_groups[-1]
-        _take_over(group, 0.0 if stays_without else self._lambdas.of(_own_decay(group)), self.defaults[MOST])
+        take_over(group, 0.0 if stays_without else self._lambdas.of(own_decay(group)), self.defaults[MOST])
         self._share()
 
     # --- The step
@@ -131,7 +122,7 @@ class ScheduledWeightDecay(Optimizer):
                 loss = closure()
         self._decay_warning.warn()
         self._share()
-        with _decaying(self._decay()):
+        with decaying(self._decay()):
             self.optimizer.step()
         return loss
 
@@ -149,7 +140,7 @@ class ScheduledWeightDecay(Optimizer):
         for index, params in enumerate(with_grad):
             if self.param_groups[index][LAMBDA] != 0 and index not in left:
                 _multiply(params, factors[index])
-        self._decay_warning.note(mean, _schedule_groups(self.param_groups))
+        self._decay_warning.note(mean, schedule_groups(self.param_groups))
         if not left:
             return []
         # With lr=0 it may be infinite, and times 0 that is NaN.
@@ -176,7 +167,7 @@ class ScheduledWeightDecay(Optimizer):
         """Advances the averages of parameters with a gradient, and returns the mean over all their elements."""
         by_device: defaultdict[torch.device, list[tuple[Tensor, float]]] = defaultdict(list)
         for group, params in zip(self.param_groups, with_grad, strict=True):
-            beta2 = _beta2(group)
+            beta2 = beta2_of(group)
             for param in params:
                 _check_grad(param.grad)
                 by_device[param.device].append((param, beta2))
@@ -202,7 +193,7 @@ class ScheduledWeightDecay(Optimizer):
         return total / max(1, sum(_elements(param) for params in with_grad for param in params))
 
     def _hyper(self) -> Hyper:
-        groups = _schedule_groups(self.param_groups)
+        groups = schedule_groups(self.param_groups)
         hyper = Hyper([hyper_row(group, "scheduled") for group in groups], self.exp_avg_sq_mean.device)
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
@@ -235,7 +226,7 @@ class ScheduledWeightDecay(Optimizer):
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
         self._share()
         for group, values in zip(self.param_groups, own, strict=True):
-            _take_over(group, values[LAMBDA], values[MOST])
+            take_over(group, values[LAMBDA], values[MOST])
         params = [param for group in self.param_groups for param in group["params"]]
         if "averages" in state_dict:
             self._averages = {
@@ -280,76 +271,6 @@ class ScheduledWeightDecay(Optimizer):
 
     def __repr__(self) -> str:
         return f"ScheduledWeightDecay of {self.optimizer!r}"
-
-
-def _own_decay(group: dict[str, Any]) -> float:
-    return float(group.get("weight_decay") or 0.0)
-
-
-def _lambdas(groups: list[dict[str, Any]], given: float | None) -> Lambdas:
-    """Returns how lambda follows from the decay of groups that do not say it themselves, and warns where that has to
-    be known."""
-    decays = sorted({_own_decay(group) for group in groups if LAMBDA not in group} - {0.0}, reverse=True)
-    if given is None:
-        if not decays and not any(group.get(LAMBDA) for group in groups):
-            raise ValueError(
-                "ScheduledWeightDecay got weight_decay=None, which takes each group's own weight_decay as lambda, but "
-                "no group decays. Pass a number, such as 5e-4, or give groups a weight_decay > 0."
-            )
-    elif len(decays) > 1:
-        listed = ", ".join(f"{decay:g}" for decay in decays)
-        warnings.warn(
-            f"ScheduledWeightDecay got groups whose weight_decay differs: {listed}. "
-            f"Lambda is {given:g} where it is the largest, and smaller by the same ratio elsewhere. "
-            "weight_decay=None takes each group's own value as lambda, and a group's scheduled_weight_decay sets it.",
-            stacklevel=3,
-        )
-    return Lambdas(given, decays[0] if decays else 0.0)
-
-
-def _take_over(group: dict[str, Any], weight_decay: float, max_decay: float) -> None:
-    group.setdefault(LAMBDA, weight_decay)
-    group.setdefault(MOST, max_decay)
-    if "weight_decay" in group:
-        group["weight_decay"] = 0.0
-
-
-def _beta2(group: dict[str, Any]) -> float:
-    return float(group["betas"][1]) if "betas" in group else BETA2
-
-
-def _eps(group: dict[str, Any]) -> float:
-    """Adafactor has two in one entry, neither of which is Adam's."""
-    eps = group.get("eps")
-    return float(eps) if isinstance(eps, Real) else EPS
-
-
-def _schedule_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as FusedAdamS would have them, for the schedule that both share."""
-    return [
-        {
-            "lr": group["lr"],
-            "betas": (0.0, _beta2(group)),
-            "eps": _eps(group),
-            "weight_decay": group[LAMBDA],
-            "max_decay": group[MOST],
-            "maximize": False,
-        }
-        for group in groups
-    ]
-
-
-@contextmanager
-def _decaying(groups: Sequence[tuple[dict[str, Any], float]]) -> Iterator[None]:
-    """Has the wrapped optimizer decay groups by these values, decoupled, as long as this lasts."""
-    before = [(group, group["weight_decay"], group[DECOUPLED]) for group, _ in groups]
-    try:
-        for group, decay in groups:
-            group["weight_decay"], group[DECOUPLED] = decay, True
-        yield
-    finally:
-        for group, own, decoupled in before:
-            group["weight_decay"], group[DECOUPLED] = own, decoupled
 
 
 def _squared_norms(grads: list[Tensor], device: torch.device) -> Tensor:
