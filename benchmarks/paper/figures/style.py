@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -100,7 +101,7 @@ def save(figure: Figure, picture: Path, title: str, note: str) -> None:
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
     figure.suptitle(title, fontsize=11, fontweight="bold", color=INK)
-    figure.supxlabel(note, fontsize=8, color=GREY)
+    figure.supxlabel(fill(note, int(16 * figure.get_figwidth())), fontsize=8, color=GREY)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
 
