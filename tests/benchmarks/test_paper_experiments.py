@@ -240,6 +240,8 @@ def test_runs_that_differ_in_anything_have_different_names() -> None:
         **asdict(PAPER.sharpness.run("AdamS", 0.5, 7, lr=3.0)),
         "cosine": (1, 2),
         "limit": 7,
+        "held_out": 3,
+        "part": "validation",
         "evaluate_every": 5,
     }
     del changes["hessian_images"]  # of no matter without eigenvalues

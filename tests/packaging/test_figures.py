@@ -44,9 +44,9 @@ def tables_of_shapes(page: Path) -> list[list[list[str]]]:
     return [[cells(head), *map(cells, rows.strip().split("\n"))] for head, rows in zip(heads, tables, strict=True)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_step_times_are_those_of_one_run(page: str) -> None:
+def test_step_times_are_those_of_one_run() -> None:
     """Each to as many digits as it is given."""
+    page = "docs/benchmarks.md"
     (head, *rows) = tables_of_shapes(ROOT / page)[0]
     assert len(tables_of_shapes(ROOT / page)) == 1
     with RUN.open() as file:
@@ -56,6 +56,19 @@ def test_step_times_are_those_of_one_run(page: str) -> None:
             measured = ratios.get((SUITES[shapes], CONTENDERS[column]))
             digits = len(value.partition(".")[2])
             assert value == ("" if measured is None else f"{measured:.{digits}f}"), f"{shapes}, {column}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_steps_in_training_loops_are_those_of_one_run(page: str) -> None:
+    """By model: the ratio of the step, and what it adds to the whole training step."""
+    with (ROOT / "benchmarks" / "results" / "training_loops.csv").open() as file:
+        measured = list(csv.DictReader(file))
+    text = (ROOT / page).read_text()
+    for model, parameters in {(row["model"], int(row["parameters"])) for row in measured}:
+        rows = {row["contender"]: row for row in measured if row["model"] == model}
+        chosen = [rows[name] for name in ("exact", "lagged", "exact with clipping")]
+        figures = [f"{float(r['ratio']):.2f} ({100 * (float(r['whole_ratio']) - 1):+.1f}%)" for r in chosen]
+        assert f"| {model}, {parameters:,} | {' | '.join(figures)} |" in text
 
 
 @pytest.mark.parametrize(
