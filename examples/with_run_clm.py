@@ -24,9 +24,17 @@ ADAMW: tuple[type, dict[str, Any]] = (FusedAdamS, {"lr": 1e-3, "decay": "decoupl
 
 
 def blocks() -> list[dict[str, torch.Tensor]]:
-    """Cuts a text into blocks, here by bytes in place of a tokenizer."""
+    """Cuts a text into blocks, here by bytes in place of a tokenizer, and as many as fill whole batches."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    return [{"input_ids": block, "labels": block} for block in text[: len(text) // BLOCK * BLOCK].view(-1, BLOCK)]
+    rest = len(text) % (BLOCK * tiny_task.BATCH)
+    return [{"input_ids": block, "labels": block} for block in text[: len(text) - rest].view(-1, BLOCK)]
+
+
+class InOrder(Trainer):
+    """Without shuffling, so that runs can be compared."""
+
+    def _get_train_sampler(self, *args: Any) -> torch.utils.data.Sampler[int]:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def trained(optimizer: tuple[type, dict[str, Any]] | None) -> Trainer:
@@ -45,7 +53,7 @@ def trained(optimizer: tuple[type, dict[str, Any]] | None) -> Trainer:
             use_cpu=True,
         )
         arguments = arguments.set_dataloader(train_batch_size=tiny_task.BATCH // arguments.world_size)
-        trainer = Trainer(
+        trainer = InOrder(
             GPT2LMHeadModel(config).double(),
             arguments,
             data_collator=default_data_collator,
