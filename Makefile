@@ -36,10 +36,10 @@ test-kernels: $(VENV)/.with-test
 	SWD_FUSED_TEST_BACKENDS=cpu $(BIN)/python -m pytest $(KERNEL_TESTS)
 
 # The same for aarch64 in emulation, see tests/arm/README.md, and whether its results are those of this machine: 1.3 GB
-# in ~/.cache/swd-arm.
+# in ~/.cache/swd-arm. One test is left out, since it starts a program that it has built, and there that would be this machine's.
 test-arm: $(VENV)/.with-test
 	tests/arm/run python -m swd_fused
-	tests/arm/run python -m pytest -v $(KERNEL_TESTS)
+	tests/arm/run python -m pytest -v $(KERNEL_TESTS) -k "not all_patterns_of_masters"
 	mkdir -p build
 	$(BIN)/python -m tests.arm.results write build/results-here.pt
 	tests/arm/run python -m tests.arm.results write $(abspath build/results-aarch64.pt)
