@@ -20,6 +20,7 @@ pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
 from benchmarks.paper import checkpoint as checkpoint_module
+from benchmarks.paper import cli
 from benchmarks.paper.checkpoint import Checkpoint
 from benchmarks.paper.data import DataError
 from benchmarks.paper.effort import Effort
@@ -139,13 +140,30 @@ def test_a_finished_run_leaves_only_its_result(tmp_path: Path) -> None:
 
 # --- Killed without a chance to say goodbye
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+KILLS_ITSELF = """
+import os, signal, sys
+from benchmarks.paper import cli
+from benchmarks.paper.checkpoint import Checkpoint
 
-def command(out: Path, workers: int) -> list[str]:
-    options = ["--preset", "tiny", "--seeds", "1", "--device", "cpu", "--save-every", "0"]
-    return [
-        *(sys.executable, "-m", "benchmarks.paper", "table1", *options),
-        *("--task", "noise/small-resnet", "--workers", str(workers), "--out", str(out)),
-    ]
+save, saves = Checkpoint.save, 0
+
+def save_and_be_killed(self, content):
+    global saves
+    save(self, content)
+    saves += 1
+    if saves == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Checkpoint.save = save_and_be_killed
+cli.main(sys.argv[1:])
+"""
+
+
+def arguments(task: str, workers: int, out: Path) -> list[str]:
+    """A few runs of two or three epochs, saved after each step."""
+    chosen = ["gradnorm", "--preset", "tiny", "--seeds", "1", "--task", task, "--device", "cpu"]
+    return [*chosen, "--save-every", "0", "--workers", str(workers), "--out", str(out)]
 
 
 def results(folder: Path) -> dict[str, str]:
@@ -153,18 +171,28 @@ def results(folder: Path) -> dict[str, str]:
     return {name: repr(content["epochs"]) for name, content in loaded.items()}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_with_sigkill_it_goes_on(workers: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = subprocess.Popen(command(killed, workers), cwd=ROOT, env=environment, start_new_session=True)
-    while not list((killed / "runs").glob("*.checkpoint")) and process.poll() is None:
+def goes_on(task: str, workers: int, killed: Path) -> None:
+    """To the results of a command that was not killed."""
+    runs = killed / "runs"
+    assert list(runs.glob("*.checkpoint"))
+    cli.main(arguments(task, workers, killed))
+    cli.main(arguments(task, 1, killed.with_name("whole")))
+    assert results(runs) == results(killed.with_name("whole") / "runs")
+    assert not list(runs.glob("*.checkpoint"))
+
+
+def test_killed_by_sigkill_it_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLS_ITSELF, *arguments("noise/small-vgg", 1, tmp_path / "killed")]
+    assert subprocess.run(command, cwd=ROOT, env=ENVIRONMENT).returncode == -signal.SIGKILL
+    goes_on("noise/small-vgg", 1, tmp_path / "killed")
+
+
+def test_killed_with_its_workers_it_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "benchmarks.paper", *arguments("noise/small-resnet", 2, out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True)
+    while not list((out / "runs").glob("*.checkpoint")) and process.poll() is None:
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    under_way = list((killed / "runs").glob("*.checkpoint"))
-    subprocess.run(command(killed, workers), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(command(whole, 1), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    assert under_way
-    assert results(killed / "runs") == results(whole / "runs")
-    assert not list((killed / "runs").glob("*.checkpoint"))
+    goes_on("noise/small-resnet", 2, out)
