@@ -243,8 +243,6 @@ def test_runs_that_differ_in_anything_have_different_names() -> None:
         "held_out": 3,
         "part": "validation",
         "evaluate_every": 5,
-        "held_out": 7,
-        "part": "validation",
     }
     del changes["hessian_images"]  # of no matter without eigenvalues
     others = [Run(**{**asdict(run), name: value}) for name, value in changes.items()]
