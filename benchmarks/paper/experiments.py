@@ -93,12 +93,12 @@ def coupling(preset: Preset) -> list[Run]:
     return runs
 
 
-def tuned(preset: Preset) -> list[Run]:
-    return preset.tuned.grid() if preset.tuned else []
+def tuned(what: str, search: Callable[[Preset], Search | None]) -> Experiment:
+    def grid(preset: Preset) -> list[Run]:
+        found = search(preset)
+        return found.grid() if found else []
 
-
-def tuned_lstm(preset: Preset) -> list[Run]:
-    return preset.tuned_language.grid() if preset.tuned_language else []
+    return Experiment(what, grid, search=search)
 
 
 def with_matched(decays: list[float], preset: Preset) -> list[float]:
@@ -106,14 +106,12 @@ def with_matched(decays: list[float], preset: Preset) -> list[float]:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "tuned": Experiment(
+    "tuned": tuned(
         "test errors with lambda tuned on a validation part, and at equal total decay (table 1)",
-        tuned,
-        search=lambda preset: preset.tuned,
+        lambda preset: preset.tuned,
     ),
-    "tuned-lstm": Experiment(
-        "the same for language modelling (figure 13)", tuned_lstm, search=lambda preset: preset.tuned_language
-    ),
+    "tuned-unaugmented": tuned("the same without augmentation", lambda preset: preset.tuned_unaugmented),
+    "tuned-lstm": tuned("the same for language modelling (figure 13)", lambda preset: preset.tuned_language),
     "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)", table1),
     "table2": Experiment("the same with lambda 1e-4 (table 2)", table2),
     "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)", gradnorm),

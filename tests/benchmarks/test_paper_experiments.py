@@ -290,7 +290,10 @@ def test_summary_has_the_end_of_each_run() -> None:
 def test_an_experiment_that_a_preset_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command("basin", "--preset", "real")
-    assert "--preset real has no basin, wanted one of tuned, tuned-lstm, gradnorm" in capsys.readouterr().err
+    assert (
+        "--preset real has no basin, wanted one of tuned, tuned-unaugmented, tuned-lstm, gradnorm"
+        in capsys.readouterr().err
+    )
 
 
 def test_all_of_a_preset_is_drawn_without_what_it_lacks(tmp_path: Path) -> None:

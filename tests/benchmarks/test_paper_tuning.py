@@ -127,7 +127,9 @@ def test_runs_that_diverged_are_not_the_best_and_equals_give_the_smallest() -> N
     assert best_of(by_loss)["run"]["weight_decay"] == 2.0
 
 
-@pytest.mark.parametrize("search", [REAL.tuned, REAL.tuned_language, PAPER.tuned, PAPER.tuned_language])
+@pytest.mark.parametrize(
+    "search", [REAL.tuned, REAL.tuned_unaugmented, REAL.tuned_language, PAPER.tuned, PAPER.tuned_language]
+)
 def test_grids_are_in_half_decades_and_seeded_apart_from_nothing(search: Search) -> None:
     for decays in search.decays.values():
         steps = np.diff(np.log10(sorted(decays)))

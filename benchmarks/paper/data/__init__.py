@@ -30,7 +30,7 @@ IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
 
 TEXTS: dict[str, Callable[[Path | None], Text]] = {
     "penn-treebank": penn_treebank,
-    "penn-treebank-2000": penn_treebank_of_frequent_words,
+    "penn-treebank-4000": penn_treebank_of_frequent_words,
     "python-documentation": lambda root: python_documentation(),
     "noise-text": lambda root: noise_text(),
 }

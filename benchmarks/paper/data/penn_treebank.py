@@ -28,7 +28,7 @@ def penn_treebank(root: Path | None) -> Text:
     return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
 
 
-def penn_treebank_of_frequent_words(root: Path | None, most_words: int = 2000) -> Text:
+def penn_treebank_of_frequent_words(root: Path | None, most_words: int = 4000) -> Text:
     """All but the most frequent words of the training part are "<unk>", as the 10,000 are of all words there were.
 
     With 10,000 words a small net spends nearly all its time on the last layer.

@@ -18,6 +18,7 @@ from benchmarks.paper.figures.tuned import draw_tuned
 
 DRAWINGS: dict[str, Callable[[list[Row], Path], None]] = {
     "tuned": draw_tuned,
+    "tuned-unaugmented": draw_tuned,
     "tuned-lstm": draw_tuned,
     "table1": draw_table,
     "table2": draw_table,

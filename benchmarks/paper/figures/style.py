@@ -27,7 +27,7 @@ NAMES = {
     "fashion-mnist": "Fashion-MNIST",
     "digits": "digits",
     "penn-treebank": "Penn TreeBank",
-    "penn-treebank-2000": "Penn TreeBank, 2,000 words",
+    "penn-treebank-4000": "Penn TreeBank, 4,000 words",
     "python-documentation": "Python's documentation",
     "resnet18": "ResNet18",
     "resnet34": "ResNet34",

@@ -10,8 +10,8 @@ from torch import nn
 from benchmarks.paper.data.torchvision_import import torchvision_module
 from benchmarks.paper.models.densenet import densenet121
 from benchmarks.paper.models.googlenet import googlenet
-from benchmarks.paper.models.language import LanguageModel, lstm, small_lstm
-from benchmarks.paper.models.resnet import medium_resnet, resnet18, resnet34, small_resnet
+from benchmarks.paper.models.language import LanguageModel, lstm, medium_lstm, small_lstm
+from benchmarks.paper.models.resnet import large_resnet, medium_resnet, resnet18, resnet34, small_resnet
 from benchmarks.paper.models.vgg import small_vgg, small_vgg_bn, vgg16, vgg16_bn
 
 
@@ -41,8 +41,13 @@ IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "googlenet": googlenet,
     "small-resnet": small_resnet,
     "medium-resnet": medium_resnet,
+    "large-resnet": large_resnet,
     "small-vgg": small_vgg,
     "small-vgg-bn": small_vgg_bn,
 }
 
-LANGUAGE_MODELS: dict[str, Callable[[int], LanguageModel]] = {"lstm": lstm, "small-lstm": small_lstm}
+LANGUAGE_MODELS: dict[str, Callable[[int], LanguageModel]] = {
+    "lstm": lstm,
+    "small-lstm": small_lstm,
+    "medium-lstm": medium_lstm,
+}

@@ -37,3 +37,7 @@ def lstm(vocabulary: int) -> LanguageModel:
 
 def small_lstm(vocabulary: int) -> LanguageModel:
     return LanguageModel(vocabulary, width=64, dropout=0.2)
+
+
+def medium_lstm(vocabulary: int) -> LanguageModel:
+    return LanguageModel(vocabulary, width=128, dropout=0.2)
