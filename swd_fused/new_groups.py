@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from swd_fused.tensors.description import backend_for
 from swd_fused.tensors.group_checks import check_new_group, check_params
 from swd_fused.tensors.hyper import scalar_dtype
 from swd_fused.tensors.largest_lr import SO_FAR, TensorLr, is_followed
+from swd_fused.user_warning import warn_user
 
 Group = Mapping[str, Any]
 
@@ -28,9 +28,6 @@ SMALL_LR_FOR_BFLOAT16 = 1e-4
 
 # Of a weight, in each step: AdamW's decay of 0.1 takes no more at a learning rate of 0.1.
 LARGE_SHARE = 1e-2
-
-# For warnings from what `check_all` calls, in terms of the constructor. Two levels are those of torch's decorator.
-CALLER_OF_CONSTRUCTOR = 6
 
 
 def listed(params: ParamsT) -> ParamsT:
@@ -135,11 +132,10 @@ def _warn_without_codes(groups: Sequence[Group]) -> None:
     """Warns if 8 bits are asked for and no parameter can have them."""
     params = [param for group in groups if group["state_dtype"] == "8bit" for param in group["params"]]
     if params and not any(map(eight_bit.fits, params)):
-        warnings.warn(
+        warn_user(
             f'FusedAdamS got state_dtype="8bit" for {len(params)} parameters of which none can have 8-bit moments: '
             f"those are for float32, bfloat16 and float16 tensors of at least {eight_bit.LEAST_NUMEL:,} elements, and "
             f"vectors of {eight_bit.LEAST_VECTOR:,}. It has no effect.",
-            stacklevel=CALLER_OF_CONSTRUCTOR,
         )
 
 
@@ -152,11 +148,10 @@ def _warn_of_lost_updates(options: Options, groups: Sequence[Group]) -> None:
         if isinstance(lr, Tensor) or not 0 < lr < SMALL_LR_FOR_BFLOAT16:
             continue
         if any(param.dtype == torch.bfloat16 for param in group["params"]):
-            warnings.warn(
+            warn_user(
                 f"FusedAdamS got bfloat16 parameters with lr={lr:g}: most updates are smaller than what bfloat16 "
                 "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
                 "stochastic_rounding=True, which takes no memory.",
-                stacklevel=CALLER_OF_CONSTRUCTOR,
             )
             return
 
@@ -165,8 +160,7 @@ def _warn_of_large_shares(options: Options, groups: Sequence[Group]) -> None:
     """Warns of AdamW's weight decay where nothing multiplies it by a learning rate."""
     largest = max((group["weight_decay"] for group in groups), default=0.0)
     if options.decay == "independent" and largest > LARGE_SHARE:
-        warnings.warn(
+        warn_user(
             f"FusedAdamS got weight_decay={largest:g} with decay='independent': each step at the largest learning rate "
             f"removes {largest:.3g} of each weight. AdamW's value times its largest learning rate decays as AdamW's.",
-            stacklevel=CALLER_OF_CONSTRUCTOR,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from functools import cache
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.backends.torch_sums import sums_of_squares as sums_of_squares  # for those who have no bucket
 from swd_fused.schedule import Gate
 from swd_fused.tensors.bucket import Bucket
+from swd_fused.user_warning import warn_user
 
 
 class Backend(Protocol):
@@ -117,10 +117,9 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
             f'Use backend="auto", or {_how_to_get(name)}'
         )
     if dtype in FUSED_DTYPES:
-        warnings.warn(
+        warn_user(
             f"FusedAdamS runs on its plain PyTorch backend, which is slower: {found}. To get the fused kernels, "
             f'{_how_to_get(BEST[device.type])} backend="torch" asks for this one, without a warning.',
-            stacklevel=2,
         )
     return TORCH, f"torch ({found})"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple, overload
@@ -29,6 +28,7 @@ from swd_fused.paper.wrapped_groups import (
 from swd_fused.step.decay_warning import DecayWarning
 from swd_fused.tensors.hyper import Hyper, hyper_row, scalar_dtype
 from swd_fused.tensors.transfer import from_host, is_fake, to_device
+from swd_fused.user_warning import warn_user
 
 # What optimizers call the running average of squared gradients, without bias correction: Adam, and the Ranger family.
 SECOND_MOMENTS = ("exp_avg_sq", "variance_ma")
@@ -251,12 +251,11 @@ class ScheduledWeightDecay(Optimizer):
                     lost.append(state)
         if lost:
             found = ", ".join(sorted({str(key) for state in lost for key in state}))
-            warnings.warn(
+            warn_user(
                 f"ScheduledWeightDecay got a state dict without its averages, wanted those or, for each parameter, "
                 f"{' or '.join(SECOND_MOMENTS)} and step, from which they follow. {len(lost)} of its parameters have "
                 f"only {found}: their averages begin anew, so the decay of the next steps follows the newest gradients "
                 "alone. Load a state dict that ScheduledWeightDecay.state_dict() has returned, if there is one.",
-                stacklevel=3,
             )
         return averages
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
+
+from swd_fused.user_warning import warn_user
 
 # What optimizers without such a group entry are given: Adam's usual ones.
 BETA2 = 0.999
@@ -45,11 +46,10 @@ def lambdas_of(groups: list[dict[str, Any]], given: float | None) -> Lambdas:
             )
     elif len(decays) > 1:
         listed = ", ".join(f"{decay:g}" for decay in decays)
-        warnings.warn(
+        warn_user(
             f"ScheduledWeightDecay got groups whose weight_decay differs: {listed}. "
             f"Lambda is {given:g} where it is the largest, and smaller by the same ratio elsewhere. "
             "weight_decay=None takes each group's own value as lambda, and a group's scheduled_weight_decay sets it.",
-            stacklevel=3,
         )
     return Lambdas(given, decays[0] if decays else 0.0)
 

@@ -6,7 +6,6 @@ Its keys are those of torch.optim.Adam and AdamW, so state dicts move between th
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -20,10 +19,11 @@ from swd_fused.options import MASTER, REMAINDER, Options
 from swd_fused.state import moments
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.loaded_decay import kept_decay
-from swd_fused.state.master_weights import CALLER_OF_LOAD_STATE_DICT, check_remainder, convert_master, with_remainder
+from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.tensors.group_checks import check_group
 from swd_fused.tensors.transfer import is_fake
+from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
@@ -244,7 +244,7 @@ def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options
     if isinstance(group["betas"], list):  # as JSON and YAML have it
         group["betas"] = tuple(group["betas"])
     if warning is not None:
-        warnings.warn(warning, stacklevel=CALLER_OF_LOAD_STATE_DICT)
+        warn_user(warning)
     check_group(group, options.decay)
     return group
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,10 @@ from torch import Tensor
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options
 from swd_fused.state.masters import joined, remainder_of, split
+from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
     from swd_fused.backends import Backend
-
-# For warnings from what `checkpoints.loaded` calls, for `load_state_dict`. Two levels are those of torch's decorator.
-CALLER_OF_LOAD_STATE_DICT = 6
 
 
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
@@ -81,12 +78,11 @@ def adopt_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -
     )
     if dropped:
         counts = ", ".join(f"{count} of {dtype}" for dtype, count in dropped.items())
-        warnings.warn(
+        warn_user(
             f"The state dict has float32 master weights, under {MASTER!r} or {REMAINDER!r}, for parameters that do not "
             f"hold their values ({counts}): they are dropped, and training goes on from the parameters as they are. To "
             "keep the masters of 16-bit parameters build the optimizer with master_weights=True; to go on in float32 "
             "load the model's state before the optimizer's.",
-            stacklevel=CALLER_OF_LOAD_STATE_DICT,
         )
     with torch.no_grad():
         for param, master in adopted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from swd_fused.tensors.hyper import FAR_BEYOND_ADAMW
 from swd_fused.tensors.largest_lr import SO_FAR
 from swd_fused.tensors.transfer import HostCopy, can_be_read_later, is_fake
+from swd_fused.user_warning import warn_user
 
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
 EARLY_STEPS = 100
@@ -80,7 +80,7 @@ class DecayWarning:
                 self.is_due = self._message is not None
         if self._message is not None:
             message, self._message, self.is_due, self.is_done = self._message, None, False, True
-            warnings.warn(message, stacklevel=2)
+            warn_user(message)
 
     def _bound(self, values: list[float], decays: list[GroupDecay], is_early: bool) -> str | None:
         """Returns the warning, if there is one. `values` are the mean and what is a tensor of the decays."""

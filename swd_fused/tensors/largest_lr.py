@@ -7,7 +7,6 @@ that were skipped, of which the host may not know.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from swd_fused.options import Decay
 from swd_fused.tensors import graphs
 from swd_fused.tensors.transfer import from_host, is_fake
+from swd_fused.user_warning import warn_user
 
 SO_FAR = "largest_lr_so_far"
 
@@ -128,8 +128,7 @@ def warn_of_larger(group: dict[str, Any], lr: float) -> None:
     if given is None or lr <= given * (1 + PEAK_ROUNDING):
         return
     group["largest_lr"] = None
-    warnings.warn(
+    warn_user(
         f"FusedAdamS got lr={lr:g} after largest_lr={given:g}, which was to be the largest. The decay is related to "
         "the larger one from here on. Pass the peak of the schedule as largest_lr, or leave it out.",
-        stacklevel=2,
     )

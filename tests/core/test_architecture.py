@@ -20,7 +20,7 @@ PACKAGE = ROOT / "swd_fused"
 # From the bottom to the top: a module imports only from lines above its own. What shares a line does not import each
 # other, except within a folder.
 LAYERS = [
-    ["version", "source_tree"],
+    ["version", "source_tree", "user_warning"],
     ["tensors.graphs"],
     ["tensors.transfer"],
     ["checks", "param_groups"],
@@ -68,6 +68,7 @@ KNOWN_TO_BACKENDS = {
     *("swd_fused.tensors.bucket", "swd_fused.tensors.element_numbers", "swd_fused.tensors.hyper"),
     "swd_fused.tensors.graphs",
     *("swd_fused.tensors.transfer", "swd_fused.schedule", "swd_fused.options", "swd_fused.source_tree"),
+    "swd_fused.user_warning",
     *("swd_fused.state.eight_bit", "swd_fused.state.masters", "swd_fused.state.rounding"),
     "swd_fused._C",
 }

@@ -39,9 +39,11 @@ NAMES = {
     "lstm": "LSTM",
     "small-resnet": "small ResNet",
     "medium-resnet": "small ResNet, twice as wide",
+    "large-resnet": "small ResNet, four times as wide",
     "small-vgg": "small VGG, no BatchNorm",
     "small-vgg-bn": "small VGG, BatchNorm",
     "small-lstm": "small LSTM",
+    "medium-lstm": "small LSTM, twice as wide",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -16,6 +15,7 @@ import triton
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels, memory
+from swd_fused.user_warning import warn_user
 
 # Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
 # autotuning: trial runs of an update would apply it again.
@@ -124,11 +124,10 @@ def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
     if not is_too_large_a_grid(str(error)):
         return False
     _refused_cooperation.add(device)
-    warnings.warn(
+    warn_user(
         f"{device} refused a cooperative launch of one program for each place that it should have: it seems to have "
         "fewer multiprocessors than its properties say, as under MPS or in a green context. FusedAdamS goes on with "
         "two launches for each step.",
-        stacklevel=3,
     )
     return True
 
