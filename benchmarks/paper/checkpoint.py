@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.paper.data.folders import DataError
 from benchmarks.paper.effort import Effort
-from benchmarks.paper.whole_file import save_whole
+from benchmarks.whole_file import write_whole
 
 SAVE_EVERY = 60.0  # seconds: as much as an interruption may cost
 
@@ -30,7 +30,8 @@ class Checkpoint:
 
     def save(self, content: dict[str, Any]) -> None:
         assert self.path is not None
-        save_whole({**content, "effort": asdict(self.effort.so_far()), "random": random_state()}, self.path)
+        whole = {**content, "effort": asdict(self.effort.so_far()), "random": random_state()}
+        write_whole(self.path, lambda path: torch.save(whole, path))
         self._saved = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:

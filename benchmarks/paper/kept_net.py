@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.paper.effort import Effort
 from benchmarks.paper.epoch import Epoch
-from benchmarks.paper.whole_file import save_whole
+from benchmarks.whole_file import write_whole
 
 
 class KeptNet:
@@ -26,7 +26,7 @@ class KeptNet:
             "epochs": [asdict(epoch) for epoch in epochs],
             "effort": asdict(effort),
         }
-        save_whole(content, self.path)
+        write_whole(self.path, lambda path: torch.save(content, path))
 
     def load(self, model: nn.Module) -> tuple[list[Epoch], Effort] | None:
         """Into `model`."""

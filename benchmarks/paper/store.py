@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import glob
 import json
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ import swd_fused
 from benchmarks.conditions import cpu_model
 from benchmarks.paper.run import Run
 from benchmarks.paper.training import Trained
+from benchmarks.whole_file import write_whole
 
 
 class Store:
@@ -38,11 +38,8 @@ class Store:
 
     def save(self, run: Run, trained: Trained, conditions: dict[str, Any]) -> None:
         """Whole or not at all: a file that is there is a finished run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.path(run)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"run": asdict(run), **asdict(trained), "conditions": conditions}))
-        os.replace(partial, path)
+        content = {"run": asdict(run), **asdict(trained), "conditions": conditions}
+        write_whole(self.path(run), lambda path: path.write_text(json.dumps(content)))
 
     def load(self, run: Run) -> dict[str, Any]:
         path = self.find(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.which_decay.lr_schedules import LrSchedule
+from benchmarks.whole_file import write_whole
 
 # Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
 RECIPE = 1
@@ -78,7 +78,7 @@ class Store:
 
     def save(self, run: Run, trained: Trained, conditions: dict[str, object]) -> None:
         content = {"run": asdict(run), "trained": asdict(trained), "conditions": conditions}
-        whole(self._path(run), lambda path: path.write_text(json.dumps(content)))
+        write_whole(self._path(run), lambda path: path.write_text(json.dumps(content)))
         self.checkpoint(run).path.unlink(missing_ok=True)
 
     def load(self, run: Run) -> tuple[Trained, dict[str, Any]]:
@@ -103,7 +103,7 @@ class Checkpoint:
 
     def save_if_due(self, content: Callable[[], dict[str, Any]]) -> None:
         if time.monotonic() - self._saved >= self._save_every:
-            whole(self.path, lambda path: torch.save(content(), path))
+            write_whole(self.path, lambda path: torch.save(content(), path))
             self._saved = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
@@ -111,11 +111,3 @@ class Checkpoint:
             return None
         content: dict[str, Any] = torch.load(self.path, weights_only=True)
         return content
-
-
-def whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Leaves a file that is whole or not there at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    write(partial)
-    os.replace(partial, path)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 
-def save_whole(content: Any, path: Path) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """`write` is given another path, from which the file is moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    torch.save(content, partial)
+    write(partial)
     os.replace(partial, path)
