@@ -55,7 +55,7 @@ def param_groups(
         corrected_decay: whether to make the groups of AdamC: a group "corrected_decay", with that option of FusedAdamS,
             takes from "decay" all matrices but those of the output layer and embeddings, which no norm follows. The
             output layer is what the model returns from `get_output_embeddings()` or `get_classifier()`, as those of
-            transformers and timm do, or else its last matrix.
+            transformers and timm do, or else a layer that shares an embedding's weights, or else its last matrix.
         not_corrected: names of further matrices that no norm follows, as in `no_decay`.
         include_frozen: whether to list parameters that do not require gradients, to be unfrozen later.
 
@@ -80,6 +80,8 @@ def param_groups(
     params: dict[Tensor, str] = {}
     exempt: set[Tensor] = set()
     without_norm: set[Tensor] = set()
+    embeddings: set[Tensor] = set()
+    others: set[Tensor] = set()
     by_modules = _no_decay_by_modules(model)
     for name, param, module in _owned_params(model):
         _check(name, param)
@@ -88,9 +90,10 @@ def param_groups(
             params.setdefault(param, name)
             is_listed |= any(fnmatchcase(name, pattern) for pattern in by_modules)
             is_embedding = _is_embedding(name, module)
+            (embeddings if is_embedding else others).add(param)
             if is_listed or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
                 exempt.add(param)
-            if is_excepted or is_embedding:
+            if is_excepted:
                 without_norm.add(param)
     for patterns in (exempted, excepted):
         patterns.check(model, params.values())
@@ -101,7 +104,7 @@ def param_groups(
         )
     decaying = [param for param in params if param not in exempt]
     if corrected_decay:
-        without_norm |= _output_layer(model) or set(decaying[-1:])
+        without_norm |= embeddings | (_output_layer(model) or embeddings & others or set(decaying[-1:]))
     else:
         without_norm |= set(decaying)
     groups: list[dict[str, Any]] = [

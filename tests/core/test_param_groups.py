@@ -209,6 +209,9 @@ def test_groups_of_adamc() -> None:
         "no_decay": ["embed.weight", *rest],
     }
     assert names(param_groups(model, decay_embeddings=True, corrected_decay=True))["decay"] == ["embed.weight"]
+    model.get_output_embeddings = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    found = names(param_groups(model, corrected_decay=True))
+    assert found["corrected_decay"] == layers, "a head that shares the embedding's weights is the output layer"
     with pytest.raises(ValueError, match=r"not_corrected=\['router'\], which no parameter of Transformer is called"):
         param_groups(model, corrected_decay=True, not_corrected=["router"])
     with pytest.raises(ValueError, match=r"not_corrected=.*without corrected_decay=True"):
