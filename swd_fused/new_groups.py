@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from swd_fused.distributed.sharding import ShardedOver, local_tensor
 from swd_fused.distributed.wrappers import refuse_tensor_alone
-from swd_fused.options import GROUP_DEFAULTS, Decay, Options
+from swd_fused.options import GROUP_DEFAULTS, WEIGHT_DECAYS, Decay, Options
 from swd_fused.state import eight_bit
 from swd_fused.step import adamw_terms
 from swd_fused.tensors.description import backend_for
@@ -46,6 +46,8 @@ def listed(params: ParamsT) -> ParamsT:
 def checked_defaults(arguments: Mapping[str, Any], decay: Decay) -> dict[str, Any]:
     """Returns what groups have that do not say otherwise."""
     given = {name: arguments.get(name, default) for name, default in GROUP_DEFAULTS.items()}
+    if given["weight_decay"] is None:
+        given["weight_decay"] = WEIGHT_DECAYS[decay]
     calibration = adamw_terms.checked_calibration(given["adamw_weight_decay"], given["calibration_steps"], decay)
     defaults = {**given, **calibration, "decay": decay}
     check_new_group({}, defaults, decay)

@@ -44,7 +44,8 @@ class FusedAdamS(Optimizer):
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominators, including the schedule's.
-        weight_decay: the paper's lambda, which is divided by the model's rms gradient.
+        weight_decay: the paper's lambda, which is divided by the model's rms gradient. None is 5e-4, the paper's; for
+            the other kinds of `decay` it is that of torch's AdamW (0.01) and Adam (0).
         amsgrad: the paper's AMSGradS.
         maximize: ascend instead of descend.
 
@@ -96,7 +97,7 @@ class FusedAdamS(Optimizer):
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 5e-4,
+        weight_decay: float | None = None,
         amsgrad: bool = False,
         *,
         maximize: bool = False,

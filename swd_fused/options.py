@@ -19,6 +19,9 @@ Schedule = Literal["exact", "lagged"]
 Decay = Literal["scheduled", "decoupled", "independent", "l2"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
 
+# Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
+WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
+
 # Of moments. "8bit" is for both of them, a dtype for the first one.
 StateDtype = torch.dtype | Literal["8bit"] | None
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")

@@ -27,7 +27,7 @@ EMBEDDING = re.compile(r"(^|_)((emb(ed(ding)?s?)?|pos(ition(s|al)?)?)\d*(_|$)|to
 
 def param_groups(
     model: nn.Module,
-    weight_decay: float = 5e-4,
+    weight_decay: float | None = None,
     *,
     decay_embeddings: bool = False,
     no_decay: Iterable[str] = (),
@@ -49,6 +49,7 @@ def param_groups(
     Args:
         model: the model to train.
         weight_decay: of the group that decays, in the terms of the optimizer it is for. FusedAdamS's is not AdamW's.
+            None leaves it to the optimizer's own.
         decay_embeddings: whether embeddings decay, among them those for positions and single tokens (`cls_token`).
         no_decay: names of further parameters that must not decay, as `model.named_parameters()` has them. `*` stands
             for any text, as in "*.router.weight".
@@ -67,9 +68,9 @@ def param_groups(
             f"param_groups got a {type(model).__name__}, wanted a torch.nn.Module: names and classes of modules tell "
             "what decays. Pass the model itself, not its parameters."
         )
-    if not isinstance(weight_decay, (int, float)) or not 0 <= weight_decay < math.inf:
+    if weight_decay is not None and (not isinstance(weight_decay, (int, float)) or not 0 <= weight_decay < math.inf):
         raise ValueError(
-            f"param_groups got weight_decay={weight_decay!r}, wanted a finite number that is not negative."
+            f"param_groups got weight_decay={weight_decay!r}, wanted a finite number that is not negative, or None."
         )
     if not_corrected and not corrected_decay:
         raise ValueError(
@@ -107,9 +108,10 @@ def param_groups(
         without_norm |= embeddings | (_output_layer(model) or embeddings & others or set(decaying[-1:]))
     else:
         without_norm |= set(decaying)
+    own = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
-        {"params": [], "name": "corrected_decay", "weight_decay": weight_decay, "corrected_decay": True},
-        {"params": [], "name": "decay", "weight_decay": weight_decay},
+        {"params": [], "name": "corrected_decay", **own, "corrected_decay": True},
+        {"params": [], "name": "decay", **own},
         {"params": [], "name": "no_decay", "weight_decay": 0.0},
     ]
     for param, name in params.items():

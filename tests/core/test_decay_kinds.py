@@ -45,6 +45,17 @@ def test_equals_torch_after_clipping(backend: str, decay: str) -> None:
     assert apart(params, peers) < 1e-14
 
 
+def test_the_decay_is_that_of_the_peer_where_none_is_given() -> None:
+    for decay, peer_class in PEERS.items():
+        [given], [wanted] = (
+            [group["weight_decay"] for group in optimizer.param_groups]
+            for optimizer in (FusedAdamS(random_params(SHAPES), decay=decay), peer_class(random_params(SHAPES)))
+        )
+        assert given == wanted, decay
+    assert FusedAdamS(random_params(SHAPES)).param_groups[0]["weight_decay"] == 5e-4, "the paper's"
+    assert FusedAdamS(random_params(SHAPES), decay="independent").param_groups[0]["weight_decay"] == 0.01 * 1e-3
+
+
 def test_kinds_are_told_apart(backend: str) -> None:
     steps = steps_for(backend, 20)
     results = {}

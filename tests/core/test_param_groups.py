@@ -74,6 +74,8 @@ def test_only_matrices_decay() -> None:
     model = Model()
     groups = param_groups(model, 1e-3)
     assert [group["weight_decay"] for group in groups] == [1e-3, 0.0]
+    left_open = torch.optim.AdamW(param_groups(model), weight_decay=0.3).param_groups
+    assert [group["weight_decay"] for group in left_open] == [0.3, 0.0]
     found = names(groups)
     assert sorted(found["decay"]) == sorted(MATRICES)
     assert sorted(found["decay"] + found["no_decay"]) == sorted(name for name, _ in model.named_parameters())
