@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 FOLDER = Path(sys.prefix) / "apart"
 
 
+@cache  # operators can be declared once only
 def prepare() -> None:
     """Adds the folder to where modules are found, and declares operators without which torchvision is not imported."""
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
