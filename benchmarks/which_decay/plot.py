@@ -165,7 +165,7 @@ def draw_exponents(axis: Axes, found: Sequence[Exponent]) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("exponent of the learning rate in the gradient norm")
-    axis.set_title("Gradients as the learning rate falls:\n0 stay as they are, negative grow", fontsize=10, loc="left")
+    axis.set_title("Gradients as the learning rate falls:\n0: they stay; negative: they grow", fontsize=10, loc="left")
     axis.legend(handles=[tick, *axis.get_legend_handles_labels()[0]], loc="lower left", fontsize=7.5)
     axis.set_ylim(len(names) + 0.9, -0.6)
     axis.margins(x=0.08)
@@ -232,7 +232,7 @@ def norms_picture(curves: Sequence[Row], path: Path) -> Path:
     panels[1, 0].set_ylabel("weight norm")
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
-    figure.supxlabel("Layers that a norm follows. Norms are in the CSV for all runs.", fontsize=7.5, x=0.01, ha="left")
+    figure.supxlabel("The layers that corrected kinds correct. Norms are in the CSV for all runs.", fontsize=7.5, x=0.01, ha="left")
     figure.savefig(path, dpi=160)
     return path
 
