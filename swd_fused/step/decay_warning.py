@@ -100,7 +100,7 @@ class DecayWarning:
                 larger = " If so large a decay is meant, pass a larger max_decay=, up to 1." if max_decay < 1 else ""
                 return (
                     f"max_decay={max_decay:g} binds in parameter group {index}: {acts_like} and would remove "
-                    f"{lr * scheduled:.3g} of each weight in one step. {self.advice}{larger}"
+                    f"{100 * lr * scheduled:.3g}% of each weight in one step. {self.advice}{larger}"
                 )
             if is_early and lr > 0 and scheduled > FAR_BEYOND_ADAMW:
                 return (

@@ -360,7 +360,7 @@ def test_what_means_nothing_is_refused(options: Options, message: str) -> None:
 
 
 def test_adamw_s_value_is_far_too_much_for_independent_decay() -> None:
-    with pytest.warns(UserWarning, match="removes 0.1 of each weight"):
+    with pytest.warns(UserWarning, match="removes 10% of each weight"):
         FusedAdamS(random_params([(5,)]), decay="independent", weight_decay=0.1)
 
 
