@@ -53,11 +53,9 @@ class FusedAdamS(Optimizer):
         skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
 
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
-        schedule: "exact", or "lagged", which uses the mean of the step before and so needs one pass over memory
-            instead of two. A first step is always exact.
-        adamw_weight_decay: weight decay in AdamW's terms, in place of `weight_decay`: the first `calibration_steps`
-            decay as AdamW would with this value, and the schedule continues from there. Groups with `weight_decay=0`
-            do not decay.
+        schedule: "exact", or "lagged", which uses the mean of the step before and reads memory once, not twice.
+        adamw_weight_decay: AdamW's, in place of `weight_decay`: the first `calibration_steps` decay as AdamW's would,
+            and the schedule continues from there. Groups with `weight_decay=0` do not decay.
         calibration_steps: 100 by default. The warm-up is a good choice.
         decay: "scheduled", the paper's; without a schedule "decoupled", AdamW's; "independent" of the learning rate's
             size, which removes weight_decay * lr / largest lr of a weight; or "l2", Adam's. See docs/weight-decay.md.
@@ -71,11 +69,9 @@ class FusedAdamS(Optimizer):
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
             is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
-        process_group: the ranks to sum over, where parameters are plain tensors that are shards or that differ from
-            rank to rank. DTensors carry this information themselves.
+        process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
         total_numel: number of elements of the whole model, where shards are padded.
-        backend: "cpu" (C++), "triton" (CUDA and ROCm), "torch" (plain PyTorch, any device), or "auto", the best one
-            available. `repr` names the one in use.
+        backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best; `repr` names it.
         offload: keep the state of parameters on a GPU in host memory, and step them on the CPU; see docs/offload.md.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
