@@ -164,5 +164,6 @@ def _warn_of_large_shares(options: Options, groups: Sequence[Group]) -> None:
     if options.decay == "independent" and largest > LARGE_SHARE:
         warn_user(
             f"FusedAdamS got weight_decay={largest:g} with decay='independent': each step at the largest learning rate "
-            f"removes {100 * largest:.3g}% of each weight. AdamW's value times its largest learning rate decays as AdamW's.",
+            f"removes {100 * largest:.3g}% of each weight. AdamW's value times its largest learning rate decays as "
+            "AdamW's.",
         )

@@ -232,7 +232,8 @@ def norms_picture(curves: Sequence[Row], path: Path) -> Path:
     panels[1, 0].set_ylabel("weight norm")
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
-    figure.supxlabel("The layers that corrected kinds correct. Norms are in the CSV for all runs.", fontsize=7.5, x=0.01, ha="left")
+    note = "The layers that corrected kinds correct. Norms are in the CSV for all runs."
+    figure.supxlabel(note, fontsize=7.5, x=0.01, ha="left")
     figure.savefig(path, dpi=160)
     return path
 
