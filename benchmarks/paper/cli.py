@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=PRESETS,
         default="quick",
         help="quick: small nets on small data, minutes on two cores (default); real: small nets on CIFAR-10 and Penn "
-        "TreeBank, with lambda tuned on validation data, half an hour on two cores; paper: the paper's settings, for a "
+        "TreeBank, with lambda tuned on validation data, two hours on two cores; paper: the paper's settings, for a "
         "GPU; tiny: noise, seconds, to try the command out",
     )
     parser.add_argument(
