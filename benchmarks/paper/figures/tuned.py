@@ -24,8 +24,7 @@ def draw_tuned(rows: list[Row], picture: Path) -> None:
     norms.set_yscale("log")
     norms.set_xlabel("epoch")
     norms.set_ylabel("squared gradient norm, G")
-    norms.set_title("gradient norms of the runs in the middle")
-    legend(norms)
+    norms.set_title("gradient norms of these runs")
     note = seeds_note(chosen(rows, part="test"), "Left: one seed, rings where λ was chosen. AdamW is given 1000 λ.")
     save(figure, picture, f"λ tuned on validation data: {task_name(rows[0])}", note)
 
