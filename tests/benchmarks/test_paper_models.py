@@ -26,6 +26,7 @@ COUNTS = {
     "googlenet": 6_166_250,
     "small-resnet": 19_954,
     "medium-resnet": 78_042,
+    "large-resnet": 308_650,
     "small-vgg-bn": 17_930 + 2 * 104,
     "small-vgg": 17_930,
 }
