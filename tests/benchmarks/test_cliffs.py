@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
 
@@ -46,15 +45,6 @@ LAYOUTS = {
     "gradients of 1e-21": (MATRIX, (1024, 1), (1024, 1)),
     "every second row zero": (MATRIX, (1024, 1), (1024, 1)),
 }
-
-
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Waits of threads for each other would take most of the time of tests that run in parallel."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- The cases
@@ -156,7 +146,7 @@ def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cliffs.gc, "collect", lambda: 0)
 
 
-@pytest.mark.usefixtures("_one_thread", "_no_collection")
+@pytest.mark.usefixtures("one_thread", "_no_collection")
 def test_cliffs_command(tmp_path: Path) -> None:
     cliffs.main(["--quick", "--state", "amsgrad", "--threads", "1", "--out", str(tmp_path)])
     rows = read_rows(tmp_path / "cliffs.csv")
@@ -171,7 +161,7 @@ def test_cliffs_command(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "picture.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.usefixtures("_one_thread", "_no_collection")
+@pytest.mark.usefixtures("one_thread", "_no_collection")
 def test_cliffs_of_each_state(tmp_path: Path) -> None:
     """Also of float16, which has no gradients of 1e-21: the picture has a gap there."""
     cases = ["--case", "one row", "--case", TINY_GRADIENTS]
@@ -206,7 +196,7 @@ def test_the_table_of_cliffs_is_whole() -> None:
     assert all(case.name in printed for case in CASES)
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_busy_machine_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

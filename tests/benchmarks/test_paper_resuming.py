@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,7 @@ TEXT = Run("noise-text", "small-lstm", "AdamS", 1e-3, 5e-5, epochs=3, batch_size
 STEPS = {"noise": 4, "noise-text": 2}  # an epoch's
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Aborted(BaseException):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,13 +28,7 @@ from benchmarks.paper.store import Store
 from benchmarks.paper.task import Task
 from benchmarks.paper.tuning import Planned, Result, Search, best_of, decay_for, total_decay
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 TASK = Task("noise", "small-resnet", 2, 8, held_out=8)
