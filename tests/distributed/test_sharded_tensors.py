@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
-import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -281,94 +279,6 @@ def reads_by_the_host() -> dict[str, set[str]]:
     return answers
 
 
-def messages() -> dict[str, str]:
-    """What wrappers are told that shard, and what happens to what cannot be right."""
-
-    def said(run: Callable[[], object]) -> str:
-        try:
-            run()
-        except (RuntimeError, ValueError, TypeError) as error:
-            return str(error)
-        return ""
-
-    def zero() -> None:
-        model = new_model()
-        train(model, zero_redundancy_optimizer(param_groups(model), FusedAdamS, lr=LR))
-
-    def megatron() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        param.grad = torch.ones(3)
-        FusedAdamS([param]).step()
-
-    def whole_after_all() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        param.grad = torch.ones(3)
-        FusedAdamS([{"params": [param], "process_group": None}]).step()
-
-    def partial_param() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(as_partial(torch.ones(3), mesh))
-        param.grad = as_partial(torch.ones(3), mesh)
-        FusedAdamS([param]).step()
-
-    def plain_state() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        optimizer = FusedAdamS([param])
-        param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        optimizer.step()
-        optimizer.load_state_dict(
-            {
-                "state": {0: {"step": 1.0, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}},
-                "param_groups": optimizer.state_dict()["param_groups"],
-            }
-        )
-
-    def pickled() -> None:
-        pickle.dumps(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD))
-
-    def deepspeed() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.grad = torch.ones(3)
-        optimizer = FusedAdamS([param])
-
-        class ZeroStage:
-            def step(self) -> None:
-                optimizer.step()
-
-        ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
-        ZeroStage().step()
-
-    def counted_twice() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        FusedAdamS([param], process_group=dist.group.WORLD).step()
-
-    def on_other_ranks() -> None:
-        mesh = DeviceMesh("cpu", [0])
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        FusedAdamS([param]).step()
-
-    cases = [
-        counted_twice,
-        on_other_ranks,
-        deepspeed,
-        zero,
-        megatron,
-        whole_after_all,
-        partial_param,
-        plain_state,
-        pickled,
-    ]
-    answers = {case.__name__: said(case) for case in cases}
-    for use_orig_params in (False, True):
-        run = functools.partial(fsdp1, use_orig_params, process_group=None, total_numel=None)
-        answers[f"fsdp1, {use_orig_params}"] = said(run)
-    return answers
-
-
 CASES: dict[int, dict[str, Callable[[], Any]]] = {
     2: {
         "spread": spread_over_ranks,
@@ -378,7 +288,6 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
         "zero": zero_redundancy,
         "fsdp1, False": functools.partial(fsdp1, False),
         "fsdp1, True": functools.partial(fsdp1, True),
-        "messages": messages,
         "reads": reads_by_the_host,
         "repr": lambda: repr(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD)),
         "lagged": lagged_over_a_step_without_any_gradient,
@@ -471,29 +380,6 @@ def test_fsdp1(size: int, use_orig_params: bool) -> None:
         assert distance(answer, record) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("zero", r"plain tensors from ZeroRedundancyOptimizer, which are shards.*functools\.partial"),
-        ("deepspeed", r"from ZeroStage, .* call swd_fused\.distributed\.deepspeed\.follow"),
-        ("counted_twice", "Leave process_group out"),
-        ("megatron", "from Megatron's tensor parallelism, .* pass process_group="),
-        ("fsdp1, False", "from FullyShardedDataParallel, .* total_numel="),
-        ("fsdp1, True", "from FullyShardedDataParallel"),
-        ("partial_param", "wanted Shard and Replicate only"),
-        ("plain_state", "set_optimizer_state_dict"),
-        ("pickled", "Save optimizer.state_dict"),
-    ],
-)
-def test_what_would_be_wrong_is_refused(case: str, message: str) -> None:
-    for answers in results(2):
-        assert re.search(message, answers["messages"][case]), answers["messages"][case]
-
-
-def test_a_group_that_says_it_is_whole_is_believed() -> None:
-    assert all(not answers["messages"]["whole_after_all"] for answers in results(2))
-
-
 def test_no_step_makes_the_host_wait_for_a_device() -> None:
     for answers in results(2):
         reads = answers["reads"]
@@ -515,12 +401,6 @@ def test_state_is_redistributed_as_the_parameter_is() -> None:
     for answers in results(2):
         expected = 0.9 * torch.arange(15.0).reshape(5, 3) + 0.1
         torch.testing.assert_close(answers["placements"], expected)
-
-
-def test_a_rank_outside_of_a_mesh_is_told() -> None:
-    inside, outside = [answers["messages"]["on_other_ranks"] for answers in results(2)]
-    assert not inside
-    assert "of which rank 1 is none" in outside
 
 
 def test_repr_names_the_ranks() -> None:

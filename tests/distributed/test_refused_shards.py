@@ -1,0 +1,140 @@
+"""What wrappers are told that shard parameters, and what is refused because it cannot be right."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from swd_fused import FusedAdamS
+from tests.distributed.ranks import once_on_ranks
+from tests.distributed.sharded_model import LR, new_model, param_groups, train
+from tests.distributed.test_sharded_tensors import as_partial, fsdp1, zero_redundancy_optimizer
+
+
+def messages() -> dict[str, str]:
+    """Returns what is said by case."""
+
+    def said(run: Callable[[], object]) -> str:
+        try:
+            run()
+        except (RuntimeError, ValueError, TypeError) as error:
+            return str(error)
+        return ""
+
+    def zero() -> None:
+        model = new_model()
+        train(model, zero_redundancy_optimizer(param_groups(model), FusedAdamS, lr=LR))
+
+    def megatron() -> None:
+        param = torch.nn.Parameter(torch.ones(3))
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        param.grad = torch.ones(3)
+        FusedAdamS([param]).step()
+
+    def whole_after_all() -> None:
+        param = torch.nn.Parameter(torch.ones(3))
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        param.grad = torch.ones(3)
+        FusedAdamS([{"params": [param], "process_group": None}]).step()
+
+    def partial_param() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        param = torch.nn.Parameter(as_partial(torch.ones(3), mesh))
+        param.grad = as_partial(torch.ones(3), mesh)
+        FusedAdamS([param]).step()
+
+    def plain_state() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = FusedAdamS([param])
+        param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        optimizer.step()
+        optimizer.load_state_dict(
+            {
+                "state": {0: {"step": 1.0, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}},
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
+        )
+
+    def pickled() -> None:
+        pickle.dumps(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD))
+
+    def deepspeed() -> None:
+        param = torch.nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        optimizer = FusedAdamS([param])
+
+        class ZeroStage:
+            def step(self) -> None:
+                optimizer.step()
+
+        ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
+        ZeroStage().step()
+
+    def counted_twice() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        FusedAdamS([param], process_group=dist.group.WORLD).step()
+
+    def on_other_ranks() -> None:
+        mesh = DeviceMesh("cpu", [0])
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        FusedAdamS([param]).step()
+
+    cases = [
+        counted_twice,
+        on_other_ranks,
+        deepspeed,
+        zero,
+        megatron,
+        whole_after_all,
+        partial_param,
+        plain_state,
+        pickled,
+    ]
+    answers = {case.__name__: said(case) for case in cases}
+    for use_orig_params in (False, True):
+        run = functools.partial(fsdp1, use_orig_params, process_group=None, total_numel=None)
+        answers[f"fsdp1, {use_orig_params}"] = said(run)
+    return answers
+
+
+def answers_of_ranks() -> list[dict[str, str]]:
+    return once_on_ranks(2, messages)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("zero", r"plain tensors from ZeroRedundancyOptimizer, which are shards.*functools\.partial"),
+        ("deepspeed", r"from ZeroStage, .* call swd_fused\.distributed\.deepspeed\.follow"),
+        ("counted_twice", "Leave process_group out"),
+        ("megatron", "from Megatron's tensor parallelism, .* pass process_group="),
+        ("fsdp1, False", "from FullyShardedDataParallel, .* total_numel="),
+        ("fsdp1, True", "from FullyShardedDataParallel"),
+        ("partial_param", "wanted Shard and Replicate only"),
+        ("plain_state", "set_optimizer_state_dict"),
+        ("pickled", "Save optimizer.state_dict"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(case: str, message: str) -> None:
+    for answers in answers_of_ranks():
+        assert re.search(message, answers[case]), answers[case]
+
+
+def test_a_group_that_says_it_is_whole_is_believed() -> None:
+    assert all(not answers["whole_after_all"] for answers in answers_of_ranks())
+
+
+def test_a_rank_outside_of_a_mesh_is_told() -> None:
+    inside, outside = [answers["on_other_ranks"] for answers in answers_of_ranks()]
+    assert not inside
+    assert "of which rank 1 is none" in outside
