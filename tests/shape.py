@@ -1,0 +1,68 @@
+"""Counts the lines of the package, its tests and benchmarks by folder, and the words of the pages, beside their limits.
+
+python -m tests.shape          prints them
+python -m tests.shape --check  fails, too, if one of them is over its limit
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = {".py", ".c", ".cpp", ".h"}
+
+# What a reader has to carry. Lines are not saved by longer lines or by fewer reasons: ruff holds lines to 120 characters,
+# and comments count as lines because code without its reasons is not smaller.
+LIMITS = {
+    "swd_fused": 8_300,
+    "swd_fused/core": 2_300,
+    "tests": 21_000,
+    "benchmarks": 6_000,
+    "docs": 12_000,
+}
+
+
+def lines_of(top: str) -> Counter[str]:
+    """Returns the lines of code of `top` and of each folder directly in it. Files beside these folders count as "."."""
+    lines: Counter[str] = Counter()
+    for path in (ROOT / top).rglob("*"):
+        if path.suffix in CODE and path.is_file():
+            inside = path.relative_to(ROOT / top).parts
+            folder = f"{top}/{inside[0] if len(inside) > 1 else '.'}"
+            lines.update(dict.fromkeys((top, folder), len(path.read_text().splitlines())))
+    return lines
+
+
+def words_of(pages: list[Path]) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def shape() -> list[tuple[str, int]]:
+    """Returns what is counted and how many there are, each folder after the one that it is in."""
+    counted: list[tuple[str, int]] = []
+    for top in ("swd_fused", "csrc", "tests", "benchmarks"):
+        counted += sorted(lines_of(top).items())
+    counted += [("README.md", words_of([ROOT / "README.md"])), ("docs", words_of(sorted((ROOT / "docs").glob("*.md"))))]
+    return [*counted, ("docs/notes", words_of(sorted((ROOT / "docs/notes").rglob("*.md"))))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="fail if something is over its limit")
+    arguments = parser.parse_args()
+    over = []
+    for name, number in shape():
+        limit = LIMITS.get(name)
+        unit = "words" if name.startswith(("README", "docs")) else "lines"
+        indent = "  " if "/" in name else ""
+        beside = "" if limit is None else f"   at most {limit:,}" + (f", {number - limit:,} over" * (number > limit))
+        print(f"{indent + name:26}{number:>8,} {unit}{beside}")
+        if limit is not None and number > limit:
+            over.append(name)
+    if arguments.check and over:
+        sys.exit(f"over the limit: {', '.join(over)}")
+
+
+if __name__ == "__main__":
+    main()
