@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CODE = {".py", ".c", ".cpp", ".h"}
 
-# What a reader has to carry. Lines are not saved by longer lines or by fewer reasons: ruff holds lines to 120 characters,
-# and comments count as lines because code without its reasons is not smaller.
+# What a reader has to carry. Lines are not saved by longer lines or by fewer reasons: ruff holds them to 120
+# characters, and comments count as lines because code without its reasons is not smaller.
 LIMITS = {
     "swd_fused": 8_300,
     "swd_fused/core": 2_300,
