@@ -1,0 +1,3 @@
+from benchmarks.adams_or_adamw.cli import main
+
+main()
