@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,7 +29,7 @@ from swd_fused.state.load import initialized
 from swd_fused.state.moments import KEYS, has_moments
 from swd_fused.tensors.bucket import NO_GRAD, Bucket, Entry, as_real
 from swd_fused.tensors.group_checks import check_grads, check_params
-from swd_fused.tensors.hyper import Group, GroupValues
+from swd_fused.tensors.hyper import Group, GroupKind, GroupValues
 from swd_fused.tensors.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.tensors.transfer import is_fake
 from swd_fused.tensors.twins import device_of_step
@@ -55,7 +55,7 @@ class StepInput(NamedTuple):
     options: Options
     sharded_over: ShardedOver | None
     groups: Sequence[Group]
-    kinds: list[tuple[object, ...]]  # of the groups, see `GroupValues`
+    kinds: list[GroupKind]
     state: State
     params: list[Tensor]
     grads: list[Tensor | None]
@@ -249,13 +249,13 @@ class Description:
     def left_is_stale(self, step: StepInput) -> bool:
         """Returns whether the sums that the last step left are no longer those of the optimizer's second moments, or
         are travelling between other ranks."""
-        ids, state = set(map(id, step.params)), step.state
-        if self._sharded_over is not step.sharded_over or [*map(itemgetter(-1), self._kinds)] != [
-            *map(itemgetter(-1), step.kinds)
-        ]:
+        state = step.state
+        if self._sharded_over is not step.sharded_over or process_groups(self._kinds) != process_groups(step.kinds):
             return True
-        for _, _, param, owned, staged in self._entries:
-            is_kept = id(param) in ids and state.get(param) is owned
+        # By parameter, since groups may have exchanged theirs. None for one that is in no group any more.
+        amsgrad = dict(zip(map(id, step.params), chain.from_iterable(map(amsgrads, step.kinds)), strict=True))
+        for _, group, param, owned, staged in self._entries:
+            is_kept = amsgrad.get(id(param)) is self._kinds[group].amsgrad and state.get(param) is owned
             if not is_kept or any(owned.get(key) is not staged.get(key) for key in SECOND_MOMENTS):
                 return True
         return versions(self._averaged) != self._versions
@@ -263,7 +263,10 @@ class Description:
     def take_over(self, last: Description) -> None:
         """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
         are_same = len(last._averaged) == len(self._averaged) and all(map(is_, last._averaged, self._averaged))
-        is_same_division = [bucket.numbers for bucket in last.buckets] == [bucket.numbers for bucket in self.buckets]
+        # Switching amsgrad may leave the buckets as they are, with sums of the maxima or of what they are maxima of.
+        is_same_division = [(bucket.numbers, bucket.amsgrad) for bucket in last.buckets] == [
+            (bucket.numbers, bucket.amsgrad) for bucket in self.buckets
+        ]
         if are_same and is_same_division and last._versions == self._versions:
             for bucket, before in zip(self.buckets, last.buckets, strict=True):
                 if bucket.backend is before.backend:
@@ -352,6 +355,15 @@ class Description:
             Bucket(backend, amsgrad, has_masters, same, self.options, sharding)
             for (backend, _, amsgrad, has_masters, sharding), same in by_kind.items()
         ]
+
+
+def process_groups(kinds: Iterable[GroupKind]) -> list[object]:
+    return [kind.process_group for kind in kinds]
+
+
+def amsgrads(kind: GroupKind) -> list[bool]:
+    """Returns for each parameter of a group whether it has maxima."""
+    return [kind.amsgrad] * kind.size
 
 
 def forms_of(grads: list[Tensor]) -> Forms:

@@ -56,6 +56,16 @@ class HyperRow(NamedTuple):
 BOTH_LRS = 2  # they come first
 
 
+class GroupKind(NamedTuple):
+    """Holds what decides which state and ranks the parameters of a group have."""
+
+    size: int
+    amsgrad: bool
+    state_dtype: object
+    cautious_decay: bool
+    process_group: object
+
+
 def hyper_row(group: Group, decay: Decay, check: bool = False) -> HyperRow:
     """Returns a group's row, after checking the group if it is FusedAdamS's own. Betas that are tensors are read."""
     lr, betas, eps, weight_decay, max_decay = NUMBERS(group)
@@ -163,7 +173,7 @@ class GroupValues:
     def __init__(self, groups: Sequence[dict[str, Any]], decay: Decay, of_step: bool = True) -> None:
         """`of_step` is whether a step is to be taken with them, in which learning rates count as being used."""
         self.rows: list[HyperRow] = []
-        self.kinds: list[tuple[object, ...]] = []  # what decides which state and ranks a group's parameters have
+        self.kinds: list[GroupKind] = []
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self.is_calibrating = False
         self._decay = decay
@@ -176,7 +186,7 @@ class GroupValues:
             row = hyper_row(group, decay, check=True)
             self.rows.append(row)
             self.kinds.append(
-                (
+                GroupKind(
                     len(group["params"]),
                     group["amsgrad"],
                     group["state_dtype"],

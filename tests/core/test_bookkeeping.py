@@ -135,6 +135,37 @@ def test_a_write_to_the_second_moment_is_seen(backend: str, schedule: str, key: 
     assert all(map(torch.equal, params, others))
 
 
+@pytest.mark.parametrize("switched", [(False, False), (False, True), None], ids=str)
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_amsgrad_that_is_switched_between_steps_is_obeyed(
+    backend: str, schedule: str, switched: tuple[bool, bool] | None
+) -> None:
+    """Off and on again, where maxima are far above the second moments, in all groups or one; or one group's in exchange
+    for the other's. The state loaded anew is what it must equal."""
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.5), "schedule": schedule, "backend": backend}
+    at_first = (True, True) if switched else (True, False)
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS([{"params": params[:2]}, {"params": params[2:]}], **options)
+    switch_amsgrad(optimizer, (True, True))
+    small = [[0.01 * grad for grad in grads] for grads in random_grads(SHAPES, 4)]
+    run(params, [*random_grads(SHAPES, 1), *small], optimizer)
+    for amsgrad in (at_first, switched or (False, True), at_first):
+        switch_amsgrad(optimizer, amsgrad)
+        others = copy.deepcopy(params)
+        loaded = FusedAdamS([{"params": others[:2]}, {"params": others[2:]}], **options)
+        loaded.load_state_dict(optimizer.state_dict())
+        run(params, small[:1], optimizer)
+        run(others, small[:1], loaded)
+        assert torch.equal(optimizer.exp_avg_sq_mean, loaded.exp_avg_sq_mean)
+        assert all(map(torch.equal, params, others))
+        run(params, small, optimizer)
+
+
+def switch_amsgrad(optimizer: FusedAdamS, amsgrad: tuple[bool, bool]) -> None:
+    for group, value in zip(optimizer.param_groups, amsgrad, strict=True):
+        group["amsgrad"] = value
+
+
 def come_and_go(steps: int) -> list[list[Tensor | None]]:
     """The first parameter's gradients are large, and it has one in every fourth step only; the last one comes late."""
     grads: list[list[Tensor | None]] = [*random_grads(SHAPES, steps, torch.float64)]

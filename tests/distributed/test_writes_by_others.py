@@ -1,4 +1,5 @@
-"""Writes to DTensors by others: torch counts them on the DTensor or on its local part, and both must be noticed."""
+"""What others do to the state of DTensors between steps, which the next mean must follow. torch counts writes on the
+DTensor or on its local part, and both must be noticed."""
 
 from __future__ import annotations
 
@@ -59,9 +60,9 @@ def new_run(dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, FusedA
     return model, FusedAdamS(model.parameters(), lr=0.125, **options)
 
 
-def take_step(model: torch.nn.Module, optimizer: FusedAdamS) -> None:
+def take_step(model: torch.nn.Module, optimizer: FusedAdamS, scale: float = 1) -> None:
     for number, param in enumerate(model.parameters()):
-        values = torch.linspace(-1, 2, param.numel(), dtype=param.dtype).reshape(param.shape) / (number + 1)
+        values = scale * torch.linspace(-1, 2, param.numel(), dtype=param.dtype).reshape(param.shape) / (number + 1)
         param.grad = distribute_tensor(values, param.device_mesh, param.placements)
     optimizer.step()
 
@@ -87,6 +88,18 @@ def masters_after(write: Write, dtype: torch.dtype) -> bool:
     return all(torch.equal(whole(mine), whole(its)) for mine, its in pairs)
 
 
+def continues_as_loaded(model: torch.nn.Module, optimizer: FusedAdamS, **options: Any) -> bool:
+    """Whether the next step has the mean of an optimizer that has loaded this one's state."""
+    other_model, other = new_run(torch.float32, **options)
+    with torch.no_grad():
+        for mine, its in zip(model.parameters(), other_model.parameters(), strict=True):
+            its.copy_(mine)
+    other.load_state_dict(optimizer.state_dict())
+    take_step(model, optimizer)
+    take_step(other_model, other)
+    return torch.equal(optimizer.exp_avg_sq_mean, other.exp_avg_sq_mean)
+
+
 def mean_after_a_write(schedule: str, key: str, locally: bool) -> bool:
     """Whether the next mean is that of the state as it was written, which is what loading it anew gives."""
     options = {"schedule": schedule, "amsgrad": key == "max_exp_avg_sq"}
@@ -96,16 +109,35 @@ def mean_after_a_write(schedule: str, key: str, locally: bool) -> bool:
     for param in model.parameters():
         moment = optimizer.state[param][key]
         (moment.to_local() if locally else moment).mul_(100)
-    other_model, other = new_run(torch.float32, **options)
-    with torch.no_grad():
-        for mine, its in zip(model.parameters(), other_model.parameters(), strict=True):
-            its.copy_(mine)
-    other.load_state_dict(optimizer.state_dict())
     before = float(optimizer.exp_avg_sq_mean)
-    take_step(model, optimizer)
-    take_step(other_model, other)
+    is_that_of_the_state = continues_as_loaded(model, optimizer, **options)
     assert float(optimizer.exp_avg_sq_mean) > 10 * before, "the write makes a difference"
-    return torch.equal(optimizer.exp_avg_sq_mean, other.exp_avg_sq_mean)
+    return is_that_of_the_state
+
+
+def mean_after_a_switch(schedule: str, switches: int) -> bool:
+    """Whether the next mean is that of the state after `amsgrad` was switched, off and perhaps on again, where the
+    maxima are far above the second moments."""
+    model, optimizer = new_run(torch.float32, schedule=schedule, amsgrad=True, betas=(0.9, 0.5))
+    take_step(model, optimizer, scale=100)
+    for number in range(switches):
+        for _ in range(6):
+            take_step(model, optimizer)
+        optimizer.param_groups[0]["amsgrad"] = bool(number % 2)
+    return continues_as_loaded(model, optimizer, schedule=schedule, betas=(0.9, 0.5))
+
+
+def mean_after_a_replacement(schedule: str) -> bool:
+    """Whether the next mean is that of the second moments that were put in place of others."""
+    model, optimizer = new_run(torch.float32, schedule=schedule)
+    for _ in range(2):
+        take_step(model, optimizer)
+    before = float(optimizer.exp_avg_sq_mean)
+    for param in model.parameters():
+        optimizer.state[param]["exp_avg_sq"] = optimizer.state[param]["exp_avg_sq"] * 100
+    is_that_of_the_state = continues_as_loaded(model, optimizer, schedule=schedule)
+    assert float(optimizer.exp_avg_sq_mean) > 10 * before, "the replacement makes a difference"
+    return is_that_of_the_state
 
 
 MEANS = [
@@ -116,6 +148,8 @@ MEANS = [
 ]
 
 
+SCHEDULES = ["exact", "lagged"]
+SWITCHES = [1, 2]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -123,7 +157,9 @@ def cases() -> dict[Any, bool]:
     masters: dict[Any, bool] = {
         (write.__name__, dtype): masters_after(write, dtype) for write in WRITES_TO_PARAMS for dtype in HALVES
     }
-    return masters | {case: mean_after_a_write(*case) for case in MEANS}
+    switches = {(schedule, count): mean_after_a_switch(schedule, count) for schedule in SCHEDULES for count in SWITCHES}
+    replacements = {schedule: mean_after_a_replacement(schedule) for schedule in SCHEDULES}
+    return masters | switches | replacements | {case: mean_after_a_write(*case) for case in MEANS}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -135,3 +171,14 @@ def test_masters_follow(write: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", MEANS, ids=str)
 def test_the_mean_is_that_of_the_state(case: tuple[str, str, bool]) -> None:
     assert [answers[case] for answers in once_on_ranks(2, cases)] == [True, True]
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_mean_follows_amsgrad(schedule: str, switches: int) -> None:
+    assert [answers[schedule, switches] for answers in once_on_ranks(2, cases)] == [True, True]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_mean_is_that_of_moments_put_in_place_of_others(schedule: str) -> None:
+    assert [answers[schedule] for answers in once_on_ranks(2, cases)] == [True, True]
