@@ -8,14 +8,15 @@ KERNEL_TESTS := tests/backends/test_ops.py $(addprefix tests/core/test_,definiti
 	mixed_precision.py decay_kinds.py first_moment.py element_numbers.py reproducibility.py)
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-gpu gpu-report test-virtual-gpu test-kernels test-arm lint bench frameworks paper wheel compat docs clean
+.PHONY: demo test test-all test-gpu gpu-report test-virtual-gpu test-kernels test-arm lint bench frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
 
-test: lint
-	$(BIN)/python -m pytest $(IN_PARALLEL)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest $(IN_PARALLEL) tests/gpu_code
+# `make test` has what a change to the package can break. `make test-all` adds what is marked slow, see tests/selection.py.
+test test-all: lint
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow")
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow") tests/gpu_code
 
 # On a machine with a CUDA or ROCm GPU, and a torch for it.
 test-gpu: $(VENV)/.with-demo,bench,test

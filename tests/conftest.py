@@ -11,6 +11,7 @@ import torch
 from swd_fused import backends
 from swd_fused.state import eight_bit
 from tests.device import DEVICE
+from tests.selection import mark_thinned
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.gpu_code import interpreter_bf16, interpreter_speed
@@ -48,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "interpreted=False keeps a test out of Triton's interpreter, where it would take long; split=True adds the "
         "Triton backend's passes as launches of their own, of several programs.",
     )
+    config.addinivalue_line("markers", "slow: left to `make test-all`.")
+    config.addinivalue_line(
+        "markers", "thinned: of this test `make test` runs as many cases as have each value of each parameter once."
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -65,8 +70,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend", names, indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a GPU the tests that are about backends, and its own."""
+    mark_thinned(items)
     if DEVICE == "cpu":
         return
     on_device = [item for item in items if "backend" in item.fixturenames or _is_for_gpus(item)]  # type: ignore[attr-defined]

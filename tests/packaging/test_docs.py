@@ -98,7 +98,7 @@ def test_the_first_commands_are_on_the_first_screen() -> None:
 
 @each_page
 def test_what_is_to_be_made_can_be_made(page: Path) -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = " ".join(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)).split()
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= set(targets)
 
 
