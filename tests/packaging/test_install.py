@@ -128,6 +128,41 @@ def test_builds_fail_without(builder: Builder, variables: dict[str, str], reason
     assert not (builder.source / "dist").exists()
 
 
+def test_pip_refuses_before_it_fetches_what_the_package_requires(builder: Builder) -> None:
+    """In an empty environment torch would be 2.6 GB, and the build, which finds no torch, would fail after that.
+
+    With no index pip fails at what it tries to fetch first, so that the test downloads nothing.
+    """
+    python = builder.directory / "isolated" / "bin" / "python"
+    install = ["install", "--no-index", "--no-build-isolation", builder.source]
+    variables = {"PATH": os.defpath, "PYTHONUSERBASE": str(builder.directory / "user"), "PIP_CONFIG_FILE": os.devnull}
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    log = run(*pip, *install, directory=builder.directory, succeeds=False, **variables)
+    assert "the C++ kernels were not built: no torch was found to build them against" in log, log
+    assert "No matching distribution" not in log
+    log = run(*pip, *install, directory=builder.directory, succeeds=False, SWD_FUSED_NO_CPP="1", **variables)
+    assert "No matching distribution found for torch>=2.10" in log, log
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({}, "no torch was found to build them against"),
+        ({**NO_COMPILER, "CXX": "no-such-c++"}, r"there is no C\+\+ compiler no-such-c\+\+"),
+    ],
+    ids=["torch", "any compiler"],
+)
+def test_metadata_is_refused_without(builder: Builder, variables: dict[str, str], reason: str) -> None:
+    """Installers ask for metadata, learn the requirements from it, fetch those, and build last."""
+    log = builder("dist_info", succeeds=False, **variables)
+    assert re.search(rf"swd_fused: the C\+\+ kernels were not built: {reason}.*SWD_FUSED_NO_CPP=1", log, re.DOTALL), log
+    builder("dist_info", SWD_FUSED_NO_CPP="1")
+
+
+def test_source_distributions_need_no_torch(builder: Builder) -> None:
+    builder("sdist")
+
+
 def test_pip_shows_why_a_build_failed(builder: Builder, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "target"]
     log = run(*pip, builder.source, succeeds=False, **{**os.environ, **NO_COMPILER})
