@@ -22,7 +22,7 @@ test test-all: lint
 test-gpu: $(VENV)/.with-demo,bench,test
 	SWD_FUSED_TEST_DEVICE=cuda $(BIN)/python -m pytest
 
-# One Markdown file about a GPU, for an issue: ten minutes at most.
+# One Markdown file about a GPU, for an issue: some ten minutes, and a few more for each section that hangs.
 gpu-report: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.gpu_report $(if $(QUICK),--quick)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -10,7 +14,10 @@ import torch
 # benchmarks.host_work measures, does not show as a gap between launches.
 HEAD_START = 20_000_000
 
-# GB/s, by a part of the device's name, as the vendors state them. Two of these the driver's clock and bus width would
+# Steps in a row in one measurement of the wall clock: as in training, the host may work ahead of the device.
+STEPS_IN_A_ROW = 10
+
+# GB/s, by words of the device's name, as the vendors state them. Two of these the driver's clock and bus width would
 # not tell: AMD's clock is that of commands.
 PEAKS = {
     "MI300X": 5300.0,
@@ -41,10 +48,21 @@ def timed(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def wall_timed(run: Callable[[], object]) -> float:
+    """Seconds for one of several calls in a row until the device has done them: the host's work or the device's,
+    whichever takes longer."""
+    torch.cuda.synchronize()
+    start = perf_counter()
+    for _ in range(STEPS_IN_A_ROW):
+        run()
+    torch.cuda.synchronize()
+    return (perf_counter() - start) / STEPS_IN_A_ROW
+
+
 def peak_gb_per_s(name: str, clock_khz: int | None, bus_bits: int | None) -> float | None:
     """Of the memory. Two transfers in a clock, if the device is not in the table; None if nothing is known."""
-    for part, peak in PEAKS.items():
-        if part in name:
+    for words, peak in PEAKS.items():
+        if re.search(rf"(?<!\w){words}(?!\w)", name):  # whole words: "GH200 480GB" is no H200
             return peak
     return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 if clock_khz and bus_bits else None
 
@@ -53,3 +71,16 @@ def peak_here() -> float | None:
     properties = torch.cuda.get_device_properties()
     clock, bus = (getattr(properties, name, None) for name in ("memory_clock_rate", "memory_bus_width"))
     return peak_gb_per_s(properties.name, clock, bus)
+
+
+def driver_version() -> str:
+    """Returns the version of the kernel's driver, as nvidia-smi or Linux states it."""
+    amd = Path("/sys/module/amdgpu/version")
+    if torch.version.hip:
+        return f"amdgpu {amd.read_text().strip()}" if amd.exists() else "not known: the kernel's own amdgpu"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not known: nvidia-smi raises {type(error).__name__}"
+    return f"NVIDIA {done.stdout.split()[0]}"

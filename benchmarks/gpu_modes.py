@@ -53,7 +53,7 @@ MODES = (
     Mode("lagged", {"schedule": "lagged"}, bytes_per_element=28.0),
     Mode("clipping", {"max_grad_norm": 0.5}),
     Mode("amsgrad", {"amsgrad": True}, bytes_per_element=52.0),
-    Mode("bfloat16, masters", {"master_weights": True}, BF16, 30.0),
+    Mode("bfloat16, masters", {"master_weights": True}, BF16, 28.0),
     Mode("bfloat16, stochastic rounding", {"stochastic_rounding": True}, BF16, 24.0),
     Mode("8-bit moments", {"state_dtype": "8bit"}, bytes_per_element=20.06),
     Mode("8-bit moments, lagged", {"state_dtype": "8bit", "schedule": "lagged"}, bytes_per_element=16.06),

@@ -222,6 +222,9 @@ def test_peak_bandwidth() -> None:
     assert gpu.peak_gb_per_s("NVIDIA RTX 6000 Ada", 10_001_000, 384) == pytest.approx(960, rel=1e-3)
     assert gpu.peak_gb_per_s("NVIDIA A100-SXM4-40GB", None, None) == 1555
     assert gpu.peak_gb_per_s("AMD Instinct MI300X", 1_300_000, 8192) == 5300
+    assert gpu.peak_gb_per_s("AMD Instinct MI250X/MI250", None, None) == 1638.4
+    assert gpu.peak_gb_per_s("NVIDIA H200", 3_201_000, 6144) == 4800
+    assert gpu.peak_gb_per_s("NVIDIA GH200 480GB", 2_619_000, 6144) == pytest.approx(4022, rel=1e-3)
     assert gpu.peak_gb_per_s("Some GPU", None, None) is None
     for name, clock, bus in (("A100-SXM4-40GB", 1_215_000, 5120), ("H100 80GB HBM3", 2_619_000, 5120)):
         assert gpu.peak_gb_per_s("", clock, bus) == pytest.approx(gpu.PEAKS[name], rel=1e-2)
