@@ -21,6 +21,17 @@ class Noted:
         self.launched: list[str] = []
 
 
+def amd_properties(architecture: str) -> SimpleNamespace:
+    """As torch reports them, with half of the registers that these devices have."""
+    return SimpleNamespace(
+        gcnArchName=f"{architecture}:sramecc+:xnack-",
+        warp_size=64,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        multi_processor_count=4,
+    )
+
+
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     """An AMD device that cannot launch cooperatively, as the driver says."""
@@ -33,9 +44,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     def called(self: launch.Launcher, programs: int, *args: Any) -> None:
         noted.launched.append(self._kernel.__name__)
 
-    properties = SimpleNamespace(
-        warp_size=64, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, multi_processor_count=4
-    )
+    properties = amd_properties("gfx942")
     monkeypatch.setattr(launch.Launcher, "compiled", compiled)
     monkeypatch.setattr(launch.Launcher, "__call__", called)
     monkeypatch.setattr(launch, "_driver_launches_cooperatively", lambda device: False)
@@ -57,3 +66,30 @@ def test_without_cooperative_launches_the_kernel_that_needs_them_is_not_loaded(n
     assert "exact_step_kernel" not in noted.compiled + noted.launched
     passes = ["gradient_sums_kernel", *["max_exp_avg_sq_sum_kernel"] * amsgrad, "update_kernel"]
     assert noted.launched == ["stored_sums_kernel", *passes]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "registers", "programs"),
+    [
+        ("gfx942", 111, 8),
+        ("gfx942", 128, 8),
+        ("gfx942", 136, 6),  # three waves on each SIMD: 131,072 registers divided by 136 * 128 would be 7 programs
+        ("gfx942", 256, 4),
+        ("gfx950", 128, 8),
+        ("gfx90a", 128, 8),
+        ("gfx908", 128, 4),  # its other registers hold matrices only
+    ],
+)
+def test_programs_on_amd_are_counted_by_registers_of_each_simd(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, registers: int, programs: int
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: amd_properties(architecture))
+    compiled = SimpleNamespace(n_regs=registers)
+    assert launch.resident_programs(compiled, torch.device("cuda")) == 4 * programs
+
+
+def test_other_devices_have_the_registers_that_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA gcnArchName is the device's name."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: amd_properties("gfx942"))
+    assert launch.resident_programs(SimpleNamespace(n_regs=111), torch.device("cuda")) == 4 * 4

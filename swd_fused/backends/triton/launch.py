@@ -27,6 +27,12 @@ BLOCK = 512
 # only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
+# MI200, MI300 and MI350. Each of a multiprocessor's four SIMDs has 512 vector registers for each lane, given out in
+# units of 8: together 131,072, of which torch may report 65,536. HIP counts in this way when it allows a cooperative
+# launch.
+CDNA = ("gfx90a", "gfx942", "gfx950")
+SIMDS, REGISTERS_OF_SIMD = 4, 512
+
 # Tried in turn where a compiler spills more than a few registers at the number chosen for a kernel. A few are scalars
 # of a segment, which no loop over elements touches; with more registers fewer programs would be resident.
 MORE_REGISTERS = (168, 255)
@@ -100,11 +106,15 @@ def resident_programs(compiled: Any, device: torch.device) -> int:
     """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, of which
     the last is thin, and could not be launched cooperatively."""
     properties: Any = torch.cuda.get_device_properties(device)
-    registers = -(-compiled.n_regs // 8) * 8 * THREADS  # given out in units of 8 for each thread
+    registers = max(8, -(-compiled.n_regs // 8) * 8)  # given out in units of 8 for each thread
+    if torch.version.hip is not None and properties.gcnArchName.partition(":")[0] in CDNA:
+        programs = SIMDS * (REGISTERS_OF_SIMD // registers) * properties.warp_size // THREADS
+    else:
+        programs = properties.regs_per_multiprocessor // (registers * THREADS)
     limits: tuple[int, ...] = (
         PROGRAMS_PER_MULTIPROCESSOR,
         properties.max_threads_per_multi_processor // THREADS,
-        properties.regs_per_multiprocessor // registers,
+        programs,
     )
     multiprocessors: int = properties.multi_processor_count
     return max(1, min(limits)) * multiprocessors
