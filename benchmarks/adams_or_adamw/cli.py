@@ -1,4 +1,4 @@
-"""The command that carries out the runs."""
+"""The command: run, report and plot."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.adams_or_adamw.plan import ARMS, Arm
+from benchmarks.adams_or_adamw.plot import plot
+from benchmarks.adams_or_adamw.report import report
 from benchmarks.adams_or_adamw.rows import Rows
 from benchmarks.adams_or_adamw.runner import run_arm
 from benchmarks.arguments import positive
@@ -29,9 +31,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--workers", type=positive, default=2, metavar="N", help="runs at a time (default: 2)")
     run.add_argument("--epochs", type=positive, metavar="N", help="to try the command out: needs --out")
     run.add_argument("--images", type=positive, metavar="N", help="to try the command out: needs --out")
-    run.add_argument("--out", type=Path, metavar="DIR", help="default: the results in this repository")
+    others = (
+        commands.add_parser("report", help="print what the finished runs say"),
+        commands.add_parser("plot", help="draw what the finished runs say, beside their CSV file"),
+    )
+    for command in (run, *others):
+        command.add_argument("--out", type=Path, metavar="DIR", help="folder of runs.csv (default: this repository's)")
     args = parser.parse_args(argv)
-    if (args.epochs or args.images) and args.out is None:
+    if args.command == "run" and (args.epochs or args.images) and args.out is None:
         parser.error("--epochs and --images give other runs than those planned, wanted --out DIR for their rows")
     args.out = args.out or OUT
     return args
@@ -46,14 +53,29 @@ def chosen(name: str, epochs: int | None, images: int | None) -> Arm:
     return arm
 
 
+def found(rows: Rows) -> list[dict[str, str]]:
+    there = rows.read()
+    if not there:
+        raise DataError(f"{rows.path} has no runs, wanted those of python -m benchmarks.adams_or_adamw run")
+    return there
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     console = Console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not outlive this process
+    rows = Rows(args.out)
     try:
-        check_images("cifar10", args.data)
-        for name in args.arm:
-            run_arm(chosen(name, args.epochs, args.images), args.data, Rows(args.out), args.workers, console)
+        if args.command == "run":
+            check_images("cifar10", args.data)
+            for name in args.arm:
+                run_arm(chosen(name, args.epochs, args.images), args.data, rows, args.workers, console)
+        elif args.command == "report":
+            report(found(rows), console)
+        else:
+            picture = args.out / "adams_or_adamw.png"
+            wrote = plot(found(rows), picture)
+            console.print(f"Wrote {picture}" if wrote else "No pairs yet: nothing to draw.", soft_wrap=True)
     except (DataError, FileNotFoundError) as error:
         sys.exit(f"python -m benchmarks.adams_or_adamw: {error}")
     except KeyboardInterrupt:
