@@ -39,13 +39,12 @@ class Mode:
     bytes_per_element: float = 32.0
     overflows: bool = False  # in the second step
     captured: bool = False  # replayed from a CUDA graph, from the third step on
-    offloaded: bool = False
     other_dtype: torch.dtype | None = None  # of every second parameter
 
     @property
     def is_measured(self) -> bool:
         """Whether the memory's rate is what limits a step, and no other mode's step is the same."""
-        return not (self.overflows or self.captured or self.offloaded or self.other_dtype)
+        return not (self.overflows or self.captured or self.other_dtype)
 
 
 MODES = (
@@ -62,8 +61,6 @@ MODES = (
     Mode("graph capture", captured=True),
     Mode("graph capture, lagged", {"schedule": "lagged"}, bytes_per_element=28.0, captured=True),
     Mode("two dtypes", {"max_grad_norm": 0.5}, other_dtype=BF16),
-    Mode("offload", {"offload": True}, offloaded=True),
-    Mode("offload, lagged", {"offload": True, "schedule": "lagged"}, offloaded=True),
 )
 
 
@@ -78,7 +75,6 @@ class Training:
             torch.randn(shape, generator=random, device="cpu").to(dtypes[i % 2]) for i, shape in enumerate(SHAPES)
         ]
         self._params = [torch.nn.Parameter(value.to(device)) for value in values]
-        backend = "auto" if mode.offloaded and device == "cuda" else backend  # it is the CPU that steps
         self.optimizer = FusedAdamS(self._params, lr=LR, backend=backend, **mode.options)
         self._step: Step = self.optimizer.step
 

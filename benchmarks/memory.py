@@ -1,5 +1,4 @@
-"""Bytes for each parameter of a model: the parameter, its gradient and the optimizer's state, measured after a step;
-and what is where with `offload=True`, see offload_memory.py.
+"""Bytes for each parameter of a model: the parameter, its gradient and the optimizer's state, measured after a step.
 
 With --measure the memory of whole training steps, with its peak, for FusedAdamS and its peers; see training_memory.py.
 """
@@ -17,12 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks import offload_memory
 from benchmarks.arguments import positive
 from benchmarks.conditions import conditions, write_rows
 from benchmarks.other_load import OtherLoad
 from benchmarks.training_memory import MALLOC, MODELS, SETTINGS, Row, measured
-from swd_fused import __version__
+from swd_fused import FusedAdamS, __version__
+
+NUMEL = 10**6
 
 CHOICES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     ("float32", torch.float32, {}),
@@ -48,8 +48,14 @@ CHOICES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 
 
 def bytes_per_parameter(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, float]:
-    sizes = offload_memory.sizes(dtype, options)
-    return {**sizes, "all": round(sum(sizes.values()), 2)}
+    param = torch.nn.Parameter(torch.randn(NUMEL).to(dtype))
+    param.grad = torch.randn(NUMEL).to(dtype)
+    optimizer = FusedAdamS([param], **options)
+    optimizer.step()
+    state = sum(tensor.untyped_storage().nbytes() for tensor in optimizer.state[param].values())
+    sizes = {"parameter": param.nbytes, "gradient": param.grad.nbytes, "state": state}
+    rounded = {name: round(size / NUMEL, 2) for name, size in sizes.items()}
+    return {**rounded, "all": round(sum(rounded.values()), 2)}
 
 
 def measure(model: str, threads: int, texts: Sequence[str], path: Path, console: Console) -> list[Row]:
@@ -123,9 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(table(rows))
         draw_measured(path, console)
         return
-    result = Table(
-        title=f"Bytes for each parameter, of {offload_memory.NUMEL:,}", title_justify="left", box=SIMPLE_HEAD
-    )
+    result = Table(title=f"Bytes for each parameter, of {NUMEL:,}", title_justify="left", box=SIMPLE_HEAD)
     result.add_column("choice")  # the only one that may be wrapped, so that no number is cut off
     rows = []
     for name, dtype, choice in CHOICES:
@@ -139,19 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.out / "memory.csv"
     write_rows(path, rows)
     console.print(f"Wrote {path}", soft_wrap=True)
-    report_offload(options.out, console)
-
-
-def report_offload(folder: Path, console: Console) -> None:
-    rows = offload_memory.rows()
-    console.print(offload_memory.table(rows))
-    path = folder / "offload_memory.csv"
-    write_rows(path, rows)
-    console.print(f"Wrote {path}", soft_wrap=True)
-    try:
-        console.print(f"Wrote {offload_memory.plot(rows, path.with_suffix('.png'))}", soft_wrap=True)
-    except ImportError as error:
-        console.print(f"No picture: {error}. pip install matplotlib", soft_wrap=True)
 
 
 if __name__ == "__main__":

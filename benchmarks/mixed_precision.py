@@ -1,9 +1,8 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
-float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters, as
-offloading keeps them; float16 with a GradScaler; and what FusedAdamS with offload=True does on the host, where
-gradients are in host memory and the GPU has summed their squares. In each the contenders take turns. DeepSpeedCPUAdam
-takes part where it is installed and builds. What it computes is AdamW, as does FusedAdamS with decay="decoupled".
+float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters;
+and float16 with a GradScaler. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is installed and
+builds. It computes AdamW, as does FusedAdamS with decay="decoupled".
 """
 
 from __future__ import annotations
@@ -32,23 +31,11 @@ from swd_fused import FusedAdamS
 Row = dict[str, Any]
 
 SCALE = 1024.0
-OFFLOAD = "host part of offload"
-MASTERS: dict[str, Any] = {"master_weights": True}
 QUICK = "one-100k", 3  # suite and repeats
 
 
 def fused_adams(**options: Any) -> Build:
     return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
-
-
-def host_part_of_offload(**options: Any) -> Build:
-    """The step of twins, given the sum of squares, which the GPU takes in the backward pass."""
-
-    def build(params: Sequence[Tensor]) -> Step:
-        optimizer = FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options)
-        return lambda: optimizer.step(grad_sumsq=1.0)
-
-    return build
 
 
 def with_masters(build: Build) -> Build:
@@ -149,29 +136,11 @@ def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
             },
         ),
     }
-    coded: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": "8bit"}
-    for name, dtype, (peer, build), choice in (
-        ("float32", torch.float32, ("AdamW fused", adamw), {}),
-        ("bfloat16, masters", torch.bfloat16, ("AdamW fused on float32 copies", with_masters(adamw)), MASTERS),
-        ("bfloat16, 8bit", torch.bfloat16, ("AdamW fused on float32 copies", with_masters(adamw)), coded),
-    ):
-        result[f"{OFFLOAD}: {name}"] = (
-            dtype,
-            {
-                peer: build,
-                "FusedAdamS exact, squares known": host_part_of_offload(**choice),
-                "FusedAdamS lagged": fused_adams(schedule="lagged", **choice),
-                "FusedAdamS decoupled": fused_adams(decay="decoupled", **choice),
-            },
-        )
     deepspeed = deepspeed_cpu_adam()
     if not isinstance(deepspeed, str):
         result["float32"][1]["DeepSpeedCPUAdam"] = deepspeed
         result["float32 with clipping"][1]["DeepSpeedCPUAdam + clip_grad_norm_"] = with_clipping(deepspeed)
         result["bfloat16 with masters"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
-        result[f"{OFFLOAD}: float32"][1]["DeepSpeedCPUAdam"] = deepspeed
-        for name in ("bfloat16, masters", "bfloat16, 8bit"):
-            result[f"{OFFLOAD}: {name}"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
     return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused.options import GROUP_DEFAULTS, Decay, Options
+from swd_fused.options import GROUP_DEFAULTS, Decay, Options, refuse_offload
 from swd_fused.schedule import StepScalars
 from swd_fused.state.load import (
     check_state_dict,
@@ -23,7 +23,6 @@ from swd_fused.state.load import (
 from swd_fused.state.master_weights import adopt_masters, refuse_lone_remainders
 from swd_fused.step.stepper import Stepper
 from swd_fused.tensors.description import backend_for
-from swd_fused.tensors.twins import stand_in
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
         for group in groups:
             for param in filter(saved.__contains__, group["params"]):
                 backend, _ = backend_for(param, options)
-                state[param] = loaded_state(stand_in(param, options), saved[param], backend, options, group)
+                state[param] = loaded_state(param, saved[param], backend, options, group)
     adopt_masters(saved, options)
     return {"state": state, "param_groups": groups}
 
@@ -80,7 +79,9 @@ def unpickled(state: dict[str, Any]) -> tuple[Stepper, StepScalars | Tensor]:
     """Takes the entries of a stepper out of a pickle. Returns one that goes on, and what the last step has left."""
     # Pickles of older versions have some options as entries of their own.
     own = {name: state.pop(name) for name in Options._fields if name in state}
-    stepper = Stepper(state.pop("options")._replace(**own), state.pop("_sharded_over"), is_fresh=False)
+    options = state.pop("options")._replace(**own)
+    refuse_offload(options._asdict())  # the state may be on another device than its parameters
+    stepper = Stepper(options, state.pop("_sharded_over"), is_fresh=False)
     stepper.skipped_steps = state.pop("skipped_steps")
     stepper.clipped_steps = state.pop("_clipped_steps", stepper.clipped_steps)
     return stepper, state.pop("_last")

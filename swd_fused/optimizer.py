@@ -23,8 +23,7 @@ from swd_fused.settings import Checked, Setting, fix_attributes, unwrapped
 from swd_fused.state.master_weights import master_of
 from swd_fused.step import adamw_terms
 from swd_fused.step.compiled import new_handle, step_within_a_graph
-from swd_fused.step.hooks import GradientTaker, StepCall
-from swd_fused.step.offload import Offload, new_offload, refuse_release
+from swd_fused.step.hooks import StepCall
 from swd_fused.step.release import GradientRelease, refuse_step_in_backward
 from swd_fused.step.stepper import Stepper
 from swd_fused.step.sums import provided, refuse_numel_alone
@@ -72,12 +71,11 @@ class FusedAdamS(Optimizer):
         process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best; `repr` names it.
-        offload: keep the state of parameters on a GPU in host memory, and step them on the CPU; see docs/offload.md.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to `step`
-    _taker: GradientTaker | None  # of gradients in the backward pass; neither copied nor pickled
+    _gradient_release: GradientRelease | None  # neither copied nor pickled
 
     max_grad_norm = Setting()
     schedule = Setting()
@@ -118,33 +116,29 @@ class FusedAdamS(Optimizer):
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
         backend: BackendName = "auto",
-        offload: bool = False,
         **compatibility: Unpack[Compatibility],
     ) -> None:
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         options = asked_options(arguments)
         self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
-        self._taker = None
+        self._gradient_release = None
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
         adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         check_all(options, self.defaults, self.param_groups)
-        self._taker = new_offload(self._stepper, self.param_groups, self.state)
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._taker is not None:
-            self._taker.check_between_steps("another group")
         super().add_param_group(new_group(param_group, self.defaults, self.options, self.numbered_params()))
-        if self._taker is not None:
-            self._taker.watch(self.param_groups, self.state)
+        if self._gradient_release is not None:
+            self._gradient_release.watch(self.param_groups, self.state)
 
     def use(self, options: Options, changed: str) -> None:
         """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
-        if self._taker is not None and not self._taker.has_ended:
-            self._taker.check_change(changed, getattr(options, changed), options)
+        if self._gradient_release is not None and not self._gradient_release.has_ended:
+            self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
 
     @property
@@ -199,10 +193,11 @@ class FusedAdamS(Optimizer):
         numel: int | None = None,
     ) -> float | None:
         loss = None
-        if self._taker is not None:
-            if not self._taker.has_ended:
-                return self._end_step_of(self._taker, closure, grad_sumsq, numel)
-            self._taker = None
+        if self._gradient_release is not None:
+            if not self._gradient_release.has_ended:
+                self._end_released_step(self._gradient_release, closure, grad_sumsq, numel)
+                return None
+            self._gradient_release = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -235,12 +230,11 @@ class FusedAdamS(Optimizer):
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
     _untraced_step = _disable_dynamo(_step)
 
-    def _end_step_of(self, taker: GradientTaker, closure: Any, grad_sumsq: Any, numel: int | None) -> float | None:
+    def _end_released_step(self, release: GradientRelease, closure: Any, grad_sumsq: Any, numel: int | None) -> None:
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         call = StepCall(closure, grad_sumsq, numel, self.grad_sumsq_provider, scaling)
-        loss = taker.end_step(self.param_groups, self.state, call)
-        self._taker = None if taker.has_ended else taker
-        return loss
+        release.end_step(self.param_groups, self.state, call)
+        self._gradient_release = None if release.has_ended else release
 
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
@@ -252,16 +246,14 @@ class FusedAdamS(Optimizer):
         """
         if "_stepper" not in self.__dict__:
             return unwrapped(self).release_gradients()
-        if isinstance(self._taker, Offload):
-            refuse_release()
-        if not isinstance(self._taker, GradientRelease) or self._taker.has_ended:
-            self._taker = GradientRelease(self._stepper, self.param_groups)
-            self._taker.watch(self.param_groups, self.state)
-        return self._taker
+        if self._gradient_release is None or self._gradient_release.has_ended:
+            self._gradient_release = GradientRelease(self._stepper, self.param_groups)
+            self._gradient_release.watch(self.param_groups, self.state)
+        return self._gradient_release
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only accumulate gradients: for all micro-batches but the last."""
-        return nullcontext() if self._taker is None else self._taker.accumulating()
+        return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
         """Sets `process_group` afterwards, for wrappers that make it."""
@@ -280,8 +272,6 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self._taker is not None:
-            self._taker.drop_gradients()
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
@@ -297,8 +287,6 @@ class FusedAdamS(Optimizer):
         `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
         too small for AdamW: one that loads it should get `effective_weight_decay()`, see docs/migrating.md.
         """
-        if self._taker is not None:
-            self._taker.settle()
         # What a resumed run could not find out: which steps were skipped, and the mean at the end of calibration.
         self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         self._stepper.end_calibration(self.param_groups)
@@ -319,8 +307,6 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        if self._taker is not None:
-            self._taker.settle()
         self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
         return {
             **super().__getstate__(),
@@ -336,19 +322,17 @@ class FusedAdamS(Optimizer):
         last = None
         if "_stepper" not in self.__dict__:
             self._stepper, last = checkpoints.unpickled(state)
-            self._taker = None
-        if self._taker is not None:
-            self._taker.forget()
+            self._gradient_release = None
+        if self._gradient_release is not None:
+            self._gradient_release.forget()
         super().__setstate__(state)
         checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
         adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, is_fresh=not self.state)
-        if self._taker is None:
-            self._taker = new_offload(self._stepper, self.param_groups, self.state)
-        else:
-            self._taker.watch(self.param_groups, self.state)
+        if self._gradient_release is not None:
+            self._gradient_release.watch(self.param_groups, self.state)
 
     def master_param(self, param: Tensor) -> Tensor:
         """Returns the float32 master of a parameter, for export: the parameter itself if it has none."""

@@ -122,6 +122,7 @@ class Options(NamedTuple):
     schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "exact"
     total_numel: Annotated[int | None, TOTAL_NUMEL.or_none()] = None
     backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
+    # Gone since 0.3, and always False: pickles of 0.2 have its place.
     offload: Annotated[bool, FLAG] = False
 
     def of_tensors(self) -> Options:
@@ -155,6 +156,7 @@ class Compatibility(TypedDict, total=False):
     torch's: `fused`, `foreach` and `capturable` have no effect, since the backend chooses the implementation and steps
     on the GPU can always be captured; `differentiable=True` is refused. apex's: `bias_correction=False` leaves out both
     bias corrections, `adam_w_mode=False` is `decay="l2"`, and `set_grad_none` is the default of `zero_grad`.
+    `offload=True`, of version 0.2, is refused.
     """
 
     fused: Annotated[bool | None, FLAG_OR_NONE]
@@ -164,6 +166,7 @@ class Compatibility(TypedDict, total=False):
     bias_correction: Annotated[bool, FLAG]
     adam_w_mode: Annotated[bool, FLAG]
     set_grad_none: Annotated[bool, FLAG]
+    offload: Annotated[bool, FLAG]
 
 
 GROUP_OPTIONS = GroupOptions._fields
@@ -198,6 +201,7 @@ def _check_compatibility(keywords: Compatibility) -> None:
         for check in known[name]:
             check.require(name, value)
     refuse_differentiable(keywords)
+    refuse_offload(keywords)
 
 
 def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
@@ -208,11 +212,22 @@ def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_offload(keywords: Mapping[str, Any]) -> None:
+    if keywords.get("offload"):
+        raise ValueError(
+            "FusedAdamS got offload=True, which is gone since 0.3. To keep parameters and state in host memory shard "
+            "the model by FSDP2, on one process too: fully_shard(model, offload_policy=CPUOffloadPolicy()). To keep "
+            "parameters on the GPU use DeepSpeed's offload_optimizer, and swd_fused.distributed.deepspeed's "
+            "follow(engine). See docs/memory.md. State dicts that were saved with offload=True load as any other."
+        )
+
+
 def asked_options(arguments: Mapping[str, Any]) -> Options:
     """Returns what the constructor's arguments ask for of the optimizer as a whole."""
     _check_compatibility(arguments["compatibility"])
     decay = kind_of_decay(arguments["decay"], arguments.get("adam_w_mode", True))
-    return checked(Options(**{name: arguments[name] for name in Options._fields})._replace(decay=decay))
+    names = set(Options._fields) - {"offload"}  # it is refused with the other keywords
+    return checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
 
 
 def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
@@ -232,11 +247,6 @@ def checked(options: Options) -> Options:
         raise ValueError(
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
-        )
-    if options.offload and options.backend == "triton":
-        raise ValueError(
-            'FusedAdamS got offload=True with backend="triton", whose kernels run on the GPU, while offload steps on '
-            'the CPU. Use backend="auto", or "cpu".'
         )
     if options.schedule == "lagged":
         _check_lagged(options)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from swd_fused.distributed.sharding import is_distributed, is_dtensor
+from swd_fused.distributed.sharding import is_distributed
 
 # By module of the class whose method calls `step`, and what to do there.
 SUM_OVER = "pass process_group=, the group over which it shards"
@@ -60,9 +60,9 @@ def refuse_tensor_alone(needed: str) -> None:
         if frame.f_globals.get("__name__") in PER_TENSOR:
             raise ValueError(
                 f"FusedAdamS was made by {frame.f_globals['__name__']}, whose CPUOffloadOptimizer makes one optimizer "
-                f"for each tensor: {needed} would be that of a tensor, and wrong. Use FusedAdamS(..., offload=True) in "
-                'its place, which keeps state in host memory too; or decay="decoupled" without max_grad_norm and '
-                "skip_nonfinite, which depends on nothing but the tensor."
+                f"for each tensor: {needed} would be that of a tensor, and wrong. To keep state in host memory use "
+                "FSDP2's fully_shard(model, offload_policy=CPUOffloadPolicy()), on one process too; or "
+                'decay="decoupled" without max_grad_norm and skip_nonfinite, which depends on nothing but the tensor.'
             )
         frame = frame.f_back
 
@@ -108,22 +108,6 @@ def refuse_late_reduction(params: Iterable[Tensor]) -> None:
             f"release_gradients got parameters of {name}, which reduces gradients over ranks only after autograd has "
             "accumulated them: each rank would step with its own. Use FSDP2 (fully_shard; without sharding a mesh of "
             "two dimensions, the second of size 1), or step() after backward()."
-        )
-
-
-def refuse_ranks_of_offloaded(params: Iterable[Tensor]) -> None:
-    """Raises where gradients that are copied to the host in the backward pass are not those of all ranks."""
-    params = list(params)
-    if not params:
-        return
-    name = "DTensors" if any(map(is_dtensor, params)) else late_reducer(params)
-    if name is None and is_distributed() and dist.get_world_size() > 1:
-        name = f"{dist.get_world_size()} ranks"
-    if name is not None:
-        raise RuntimeError(
-            f"FusedAdamS got offload=True for parameters of {name}, wanted those of one process: gradients are taken "
-            "away in the backward pass, before they are reduced. Leave offload out, and shard the model by FSDP2 with "
-            "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps parameters and state on the CPU."
         )
 
 

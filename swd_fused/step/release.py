@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import NoReturn
 
@@ -15,7 +17,7 @@ from swd_fused.distributed.wrappers import refuse_late_reduction
 from swd_fused.options import Options
 from swd_fused.schedule import Gate, StepScalars
 from swd_fused.state.moments import has_moments
-from swd_fused.step.hooks import GradientTaker, StepCall
+from swd_fused.step.hooks import GradientHook, StepCall
 from swd_fused.step.interrupts import deferred_interrupts
 from swd_fused.step.stepper import Groups, Stepper
 from swd_fused.tensors.description import Description, State, StepInput
@@ -89,7 +91,7 @@ class ReleasedStep:
         stepper.record(description, groups, stepper.begin(groups), scalars, NO_GATE)
 
 
-class GradientRelease(GradientTaker):
+class GradientRelease:
     """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
 
     The lagged mean follows from the state before the step, so it is known before the first gradient. Each update takes
@@ -97,8 +99,11 @@ class GradientRelease(GradientTaker):
     """
 
     def __init__(self, stepper: Stepper, groups: Groups) -> None:
-        super().__init__()
         self._stepper = stepper
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._hooks: dict[int, GradientHook] = {}  # by id of the parameter
+        self._watched: list[Tensor] = []  # the parameters that these ids belong to
+        self._accumulating = 0
         self._knows_wrappers = False
         self._step: ReleasedStep | None = None
         self._order = StreamOrder()
@@ -108,11 +113,20 @@ class GradientRelease(GradientTaker):
         refuse_late_reduction(params_of(groups))
 
     @property
-    def has_ended(self) -> bool:  # type: ignore[override]
+    def has_ended(self) -> bool:
         """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
         return self.is_removed and self._step is None
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
     def check_change(self, name: str, value: object, options: Options) -> None:
+        """Raises if an option cannot be set to this value now, or ever."""
         if self._step is not None:
             raise RuntimeError(
                 f"FusedAdamS got {name}={value!r} after a backward pass that has stepped parameters already, with "
@@ -128,6 +142,7 @@ class GradientRelease(GradientTaker):
         self.is_removed = True
 
     def watch(self, groups: Groups, state: State) -> None:
+        """Follows the parameters that the optimizer has now: groups are added, and wrappers replace tensors."""
         self._groups, self._state = groups, state
         group_of = {id(param): group for group in groups for param in group["params"]}
 
@@ -136,11 +151,17 @@ class GradientRelease(GradientTaker):
             ranks = prod(over.size() for over in sharding_in(group_of[id(param)], param, self._stepper.sharded_over))
             return param.numel() * param.element_size() // ranks
 
-        self.hook(params_of(groups), share)
+        by_id = {id(param): param for param in params_of(groups) if param.requires_grad}
+        for gone in self._hooks.keys() - by_id.keys():
+            self._hooks.pop(gone).remove()
+        for number in by_id.keys() - self._hooks.keys():
+            self._hooks[number] = GradientHook(self, by_id[number], share(by_id[number]))
+        self._watched = list(by_id.values())
 
     @_disable_dynamo
     @torch.no_grad()
     def take(self, param: Tensor, size: int) -> None:
+        """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
         with self._lock:
             if self._accumulating or self.is_removed:
                 return
@@ -183,6 +204,7 @@ class GradientRelease(GradientTaker):
             self.watch(groups, state)
 
     def forget(self) -> None:
+        """Drops a step that was begun, after other state was loaded."""
         self._step = None
 
     def _begun(self) -> ReleasedStep:

@@ -26,7 +26,6 @@ from swd_fused.step.sums import (
     PassOne,
     Source,
     StepBefore,
-    SummedBefore,
     checked_grad_sq,
     on_device_of,
     skip_on_all_ranks,
@@ -101,25 +100,20 @@ class Stepper:
         scaling: tuple[Tensor | None, Tensor | None] = (None, None),
         grad_sumsq: float | Tensor | None = None,
         numel: int | None = None,
-        params: list[Tensor] | None = None,
-        grad_sqs: Sequence[float | None] | None = None,
     ) -> None:
         """Takes a step with these gradients, or with those that the parameters have.
 
-        `scaling` are the loss scale and whether GradScaler has found an infinity. `params` are stepped in place of the
-        groups' own, and have the state. `grad_sqs` are the sums of squared gradients by parameter, as far as somebody
-        knows them.
+        `scaling` are the loss scale and whether GradScaler has found an infinity.
         """
         if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
             with torch.inference_mode(False), torch.no_grad():
-                return self.take(groups, state, grads, scaling, grad_sumsq, numel, params, grad_sqs)
+                return self.take(groups, state, grads, scaling, grad_sumsq, numel)
         options, values = self.options, self._values
         if values is None or not values.hold(groups):
             values = self._values = GroupValues(groups, options.decay)
         if values.is_calibrating or values.tensor_lrs or self.decay_warning.is_due:
             values = self.begin(groups)
-        if params is None:
-            params = list(chain.from_iterable(map(PARAMS, groups)))
+        params = list(chain.from_iterable(map(PARAMS, groups)))
         if grads is None:
             grads = list(map(GRAD, params))
         has_grads = any(map(is_not, grads, repeat(None)))
@@ -148,8 +142,6 @@ class Stepper:
             source = self._usual_source
             if grad_sq is not None or self._in_parts.is_begun:
                 source = self._source(step, groups, state, grad_sq, numel)
-            if grad_sqs is not None and source is self._pass_one:
-                source = SummedBefore(grad_sqs)
             bucket = step.only_bucket
             scalars: StepScalars | Tensor | None = None
             if bucket is not None and bucket.backend.is_atomic:

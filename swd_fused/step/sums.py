@@ -60,32 +60,10 @@ class PassOne:
         pass
 
     def _row(self, bucket: Bucket) -> Tensor:
-        sums = self._pass1(bucket)
+        sums = bucket.backend.pass1(bucket)
         if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
             sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
         return torch.cat([sums, bucket.count.reshape(1)])
-
-    def _pass1(self, bucket: Bucket) -> Tensor:
-        return bucket.backend.pass1(bucket)
-
-
-class SummedBefore(PassOne):
-    """Knows the sums of squared gradients by parameter, from whoever has had the gradients before. Reads the gradients
-    of buckets with a parameter of which it does not."""
-
-    def __init__(self, grad_sqs: Sequence[float | None]) -> None:
-        self._grad_sqs = grad_sqs
-
-    def _pass1(self, bucket: Bucket) -> Tensor:
-        known = [
-            self._grad_sqs[number] if is_present else 0.0
-            for number, is_present in zip(bucket.numbers, bucket.present, strict=True)
-        ]
-        if None in known:
-            return super()._pass1(bucket)
-        grad_sqs = torch.tensor(known, dtype=scalar_dtype(bucket.device), device=bucket.device)
-        carried, fresh, _ = bucket.carried_sums(after_this_step=True, grad_sqs=grad_sqs).unbind()
-        return torch.stack([grad_sqs.sum(), carried, fresh])
 
 
 def _maxima(bucket: Bucket, grad_factor: Tensor | None) -> tuple[Sharding, Tensor]:
@@ -142,13 +120,6 @@ class StepBefore:
         left, self._left = self._left, None
         assert left is not None, "has_stepped comes first"
         carried, count, self._last_grad_sq = left.row.unbind()
-        return Sums(None, carried, torch.zeros_like(carried), count)
-
-    def sums_of_parts(self, parts: Iterable[Description]) -> Sums:
-        """Returns the sums on the host, where each description is of one part of a model that is on no other rank.
-        Waits for GPUs that have a part."""
-        rows = [_left_by(bucket).cpu() for part in parts for bucket in part.buckets]
-        carried, count, _ = torch.stack(rows).sum(0).unbind()
         return Sums(None, carried, torch.zeros_like(carried), count)
 
     def _received(self, buckets: Sequence[Bucket], ranks: Collective) -> Left:

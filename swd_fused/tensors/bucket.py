@@ -175,15 +175,13 @@ class Bucket:
         """Gradients, and in place of a missing one its parameter."""
         return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
 
-    def carried_sums(self, after_this_step: bool, grad_sqs: Tensor | None = None) -> Tensor:
-        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor; and in place of the weight,
-        given the sums of squared gradients by tensor, what v^ has of these."""
+    def carried_sums(self, after_this_step: bool) -> Tensor:
+        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor."""
         steps = self.steps + 1 if after_this_step else self.steps
         counted = self.has_grad if after_this_step else self.steps > 0
         bias_correction2 = bias_corrections(self.hyper, self.groups, steps)[1]
         beta2 = self.hyper.column("beta2")[self.groups] if after_this_step else torch.ones_like(bias_correction2)
-        spread = self.numels if grad_sqs is None else grad_sqs
-        rows = [beta2 * self.known_sums() / bias_correction2, (1 - beta2) * spread / bias_correction2, self.numels]
+        rows = [beta2 * self.known_sums() / bias_correction2, (1 - beta2) * self.numels / bias_correction2, self.numels]
         return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
 
     def count_writes(self) -> None:

@@ -32,7 +32,6 @@ from swd_fused.tensors.group_checks import check_grads, check_params
 from swd_fused.tensors.hyper import Group, GroupKind, GroupValues
 from swd_fused.tensors.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.tensors.transfer import is_fake
-from swd_fused.tensors.twins import device_of_step
 
 State = dict[Tensor, dict[str, Any]]
 
@@ -403,4 +402,4 @@ def backend_for(param: Tensor, options: Options) -> tuple[Backend, str]:
     """Returns the backend that steps a parameter, and how `repr` describes it."""
     # Where there is no memory nothing is computed, and only plain operations know what comes out.
     name = "torch" if is_fake(param) and not param.is_meta else options.backend
-    return backends.choose(name, device_of_step(param, options), param.dtype.to_real())
+    return backends.choose(name, param.device, param.dtype.to_real())

@@ -20,6 +20,7 @@ from swd_fused.options import (
     GroupOptions,
     check_values,
     refuse_differentiable,
+    refuse_offload,
 )
 
 KNOWN_KEYS = {"params", *GROUP_OPTIONS}
@@ -44,8 +45,9 @@ def check_tensor_lr(lr: Tensor) -> None:
 
 def check_group(group: Mapping[str, Any], decay: Decay) -> None:
     """Checks a group before a step, since schedulers and users may have set anything."""
-    _check_names(group)
     refuse_differentiable(group)
+    refuse_offload(group)
+    _check_names(group)
     if group["decay"] != decay:
         raise ValueError(
             f"FusedAdamS got decay={group['decay']!r} in a parameter group, but it holds for all groups, and this "

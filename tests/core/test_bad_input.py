@@ -42,6 +42,7 @@ BAD_OPTIONS = [
     ({"betas": (torch.tensor(1.5), torch.tensor(0.9))}, r"betas=.* wanted two numbers in \[0, 1\)"),
     ({"betas": (torch.ones(2), torch.tensor(0.9))}, "betas=.* wanted two numbers, or tensors with one"),
     ({"differentiable": True}, "differentiable=True.*Use torch.optim.AdamW"),
+    ({"offload": True}, r"offload=True.*offload_policy=CPUOffloadPolicy\(\).*offload_optimizer.*follow\(engine\)"),
     ({"fused": 1}, "fused=1, wanted True, False or None"),
     ({"capturable": None}, "capturable=None, wanted True or False"),
     ({"total_numel": 1}, "total_numel=1, but this rank alone has 3 elements"),
@@ -83,6 +84,7 @@ IN_GROUPS = [
     *(({name: 1}, f"{name}=1 in a parameter group, but it holds for all") for name in ("max_grad_norm", "total_numel")),
     ({"bias_correction": 1}, "bias_correction=1, wanted True or False"),
     ({"differentiable": True}, "differentiable=True"),
+    ({"offload": True}, r"offload=True, which is gone.*CPUOffloadPolicy\(\)"),
 ]
 
 

@@ -264,7 +264,7 @@ def test_copies_have_no_hooks_and_loading_begins_a_new_step(monkeypatch: pytest.
     train(model, optimizer, range(4))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for twin, twin_optimizer in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
-        assert twin_optimizer._taker is None
+        assert twin_optimizer._gradient_release is None
         left: list[int] = []
         train(twin, twin_optimizer, range(5, 6), lambda: left.append(grads_left(twin)))  # noqa: B023
         assert left == [8]

@@ -68,7 +68,21 @@ def test_nonsense_in_a_group_is_refused_by_the_next_step(name: str) -> None:
 def test_options_keep_their_places() -> None:
     """Pickles have their values in this order. New options come after them."""
     first = ("decay", "master_weights", "stochastic_rounding", "seed", "skip_nonfinite", "max_grad_norm", "schedule")
-    assert Options._fields[:9] == (*first, "total_numel", "backend")
+    assert Options._fields[:10] == (*first, "total_numel", "backend", "offload")
+
+
+def test_what_had_offload_in_version_0_2_is_loaded_or_refused() -> None:
+    """It has left its place in pickles. A pickle with True may have state on other devices than the parameters."""
+    params = random_params([(3,), (4,)])
+    optimizer = FusedAdamS(params, offload=False)
+    run(params, random_grads([(3,), (4,)], 1), optimizer)
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert len(tuple(again.options)) == 10
+    assert again.options == optimizer.options
+    state = optimizer.__getstate__()
+    pickled = pickle.dumps({**state, "options": state["options"]._replace(offload=True)})
+    with pytest.raises(ValueError, match=r"got offload=True, which is gone.*CPUOffloadPolicy\(\).*follow\(engine\)"):
+        FusedAdamS.__new__(FusedAdamS).__setstate__(pickle.loads(pickled))
 
 
 def test_a_pickle_of_an_older_version_gets_the_defaults() -> None:

@@ -324,5 +324,5 @@ def test_torchaos_offload_is_refused_unless_nothing_is_shared(monkeypatch: pytes
             optimizer.zero_grad()
         weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"CPUOffloadOptimizer makes one optimizer for each tensor.*offload=True"):
+    with pytest.raises(ValueError, match=r"CPUOffloadOptimizer makes one optimizer for each tensor.*CPUOffloadPolicy"):
         CPUOffloadOptimizer(model.parameters(), FusedAdamS, lr=1e-2)

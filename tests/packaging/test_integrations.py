@@ -179,7 +179,7 @@ def new_per_tensor(module: str, **options: Any) -> list[FusedAdamS]:
     [({}, "the schedule's mean"), ({"decay": "decoupled", "max_grad_norm": 1.0}, "the gradients' norm")],
 )
 def test_one_optimizer_for_each_tensor_is_refused(module: str, options: dict[str, Any], needed: str) -> None:
-    with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*offload=True"):
+    with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*CPUOffloadPolicy"):
         new_per_tensor(module, **options)
 
 
