@@ -46,8 +46,6 @@ def kernels_of_modes() -> list[tuple[str, Mode]]:
     """Returns the kernels by name, each with the first mode that needs it compiled so."""
     first: dict[Any, tuple[str, Mode]] = {}
     for mode in MODES:
-        if mode.offloaded:  # the CPU steps
-            continue
         step = "lagged_step_kernel" if mode.options.get("schedule") == "lagged" else "exact_step_kernel"
         names = [step, *(SEVERAL_LAUNCHES if mode.other_dtype else ())]
         for name in names:
