@@ -1,18 +1,23 @@
-"""Under which conditions a number was measured: columns that every row of a CSV carries."""
+"""Conditions of a measurement, which every row of a CSV carries, and the CSV files themselves."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from time import perf_counter, process_time
 
 import torch
+from rich.console import Console
 
 import swd_fused
-from benchmarks.other_load import OtherLoad
+
+STAT = Path("/proc/stat")
+TOO_MUCH = 0.1  # cores
 
 
 def conditions(other_load: OtherLoad, device: str = "cpu") -> dict[str, object]:
@@ -41,19 +46,91 @@ def cpu_model() -> str:
 
 
 def huge_pages() -> str:
-    """Linux's mode of transparent huge pages: always, madvise or never."""
+    """Returns Linux's mode of transparent huge pages: always, madvise or never."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return setting.read_text().partition("[")[2].partition("]")[0] if setting.exists() else ""
 
 
+# --- The load of other processes
+#
+# With all cores given to threads, one busy neighbour makes each parallel region wait for the scheduler: on two cores a
+# fused AdamW step over 2**20 elements went from 0.9 ms with one thread to 8 ms with two. What has more regions loses
+# more, so ratios are wrong too, and a reader must be able to see it.
+
+
+class OtherLoad:
+    """Counts from when it is made. `ours` are ids of processes that do not count as others: they must outlive it."""
+
+    def __init__(self, ours: Sequence[int] = ()) -> None:
+        self._ours = ours
+        self._start = perf_counter()
+        self._busy = _busy_seconds()
+        self._own = self._own_seconds()
+
+    def cores(self) -> float | None:
+        """Returns the mean number of cores that others kept busy since then, including time stolen from a virtual
+        machine; None where the system does not tell. Ticks of 10 ms make it coarse over less than a second."""
+        busy = _busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        others = (busy - self._busy) - (self._own_seconds() - self._own)
+        return max(0.0, others / (perf_counter() - self._start))
+
+    def _own_seconds(self) -> float:
+        return process_time() + sum(map(_seconds_of, self._ours))
+
+
+def warn_of_other_load(console: Console, rows: Sequence[Mapping[str, object]]) -> None:
+    cores = max((float(str(row["other_load"])) for row in rows if row["other_load"] is not None), default=0.0)
+    if cores > TOO_MUCH:
+        console.print(f"[bold red]Other processes used {cores:.2f} cores meanwhile: do not trust these numbers.")
+
+
+def _seconds_of(process: int) -> float:
+    """Returns 0 where the system does not tell: it does not tell how busy it is then, either."""
+    stat = STAT.parent / str(process) / "stat"
+    if not STAT.exists():
+        return 0.0
+    user, system = map(int, stat.read_text().rpartition(")")[2].split()[11:13])  # a name may have spaces
+    return (user + system) / os.sysconf("SC_CLK_TCK")
+
+
+def _busy_seconds() -> float | None:
+    if not STAT.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, STAT.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+# --- Files and arguments
+
+
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    def write(partial: Path) -> None:
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_whole(path, write)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Leaves a whole file or none, whatever ends the process: `write` writes to another path, which is then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    write(partial)
+    os.replace(partial, path)
+
+
+def positive(text: str) -> int:
+    """Type of an argument: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number of at least 1")
+    return value

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.other_load import OtherLoad
+from benchmarks.conditions import OtherLoad, conditions, write_rows
 from benchmarks.paper.data import load_images
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.presets import PAPER

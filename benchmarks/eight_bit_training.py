@@ -30,12 +30,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, read_rows, write_rows
+from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
 from benchmarks.eight_bit_contenders import BETAS, CONTENDERS, Contender, Optimizer, by_name
 from benchmarks.eight_bit_findings import Row, findings, markdown, table, verdict
 from benchmarks.eight_bit_tasks import TASKS, task_of
-from benchmarks.other_load import OtherLoad
 
 Run = tuple[str, str, int, int]  # task, contender, seed, steps
 

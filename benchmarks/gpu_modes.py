@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu
-from benchmarks.timing import Quartiles, interleaved_times
+from benchmarks.step_times.harness import Quartiles, interleaved_times
 from swd_fused import FusedAdamS
 
 # Tails, several segments, nothing at all; and matrices that are large enough for 8-bit moments.

@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import gpu_modes, gpu_sections
 from benchmarks.conditions import write_rows
 from benchmarks.gpu_sections import Result, escaped, markdown_table, traceback_block
-from benchmarks.plot_step_time import plot
-from benchmarks.suites import SUITES, Suite, gpt2_shapes
+from benchmarks.step_times.pictures import plot_step_time
+from benchmarks.step_times.suites import SUITES, Suite, gpt2_shapes
 from benchmarks.watched_process import Outcome, watched
 
 MOST_REPEATS = 31
@@ -121,7 +121,7 @@ def written(out: Path, outcomes: Mapping[str, Outcome], is_quick: bool, missing:
             paths.append(out / name)
     if step_rows and not missing:
         try:
-            paths.append(plot(out / "step_time.csv"))
+            paths.append(plot_step_time(out / "step_time.csv"))
         except Exception as error:  # the numbers are there all the same
             outcomes = {**outcomes, "Picture": Outcome(Result(traceback_block(error), "was not drawn"), None, "", 0.0)}
     new = paths[0].with_suffix(".new")

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.progress import Progress
 
 from benchmarks import gpu, gpu_kernels, gpu_launches, gpu_modes, step_time
-from benchmarks.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, taking_part
-from benchmarks.suites import Suite
-from benchmarks.timing import Quartiles, interleaved_times, milliseconds
+from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, taking_part
+from benchmarks.step_times.harness import Quartiles, interleaved_times, measure, milliseconds
+from benchmarks.step_times.suites import Suite
 from swd_fused.__main__ import devices, version_of, versions
 
 Row = dict[str, Any]
@@ -90,7 +89,7 @@ def mode_section(name: str, device: str = "cuda", backend: str = "triton") -> It
 def step_times_section(name: str, suite: Suite, repeats: int) -> Iterator[Result]:
     among = [c for c in (*GPU_CONTENDERS, *gpu_peers()) if c.backend not in ("torch", "loop")]
     contenders, errors = usable(taking_part(among, suite.shapes))
-    rows = step_time.measure(name, suite, contenders, repeats, Progress(disable=True), "cuda")
+    rows = measure(step_time.case_of(name, suite, contenders, repeats, "cuda"))
     # What follows might hang, so that the times until here are kept first.
     result = Result("\n\n".join([step_times_text(rows, {}), *left_out(errors)]), raising(errors), step_rows=rows)
     yield result

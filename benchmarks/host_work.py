@@ -7,56 +7,37 @@ Times are the thread's, so that other processes do not add to them.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from time import thread_time
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import MAX_GRAD_NORM, PEER, adamw, fused_adams, parameters
-from benchmarks.other_load import OtherLoad, warn_of_other_load
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds, timed
-
-Row = dict[str, Any]
-Step = Callable[[], object]
+from benchmarks.conditions import positive
+from benchmarks.step_times.contenders import MAX_GRAD_NORM, PEER, Build, Step, adamw, fused_adams, parameters
+from benchmarks.step_times.harness import Case, Row, carry_out, command, grouped, timed, times_table
 
 ELEMENTS = 16  # of each tensor. Nothing is done with them
 PROGRAMS = 1056  # 8 for each multiprocessor of an H100
 
-
-@dataclass(frozen=True)
-class HostContender:
-    name: str
-    build: Callable[[Sequence[Tensor]], Step]
-
-
-CONTENDERS = (
-    HostContender(PEER, adamw),
-    HostContender("FusedAdamS exact (triton)", fused_adams("exact", "triton")),
-    HostContender("FusedAdamS lagged (triton)", fused_adams("lagged", "triton")),
-    HostContender("FusedAdamS exact + clip (triton)", fused_adams("exact", "triton", MAX_GRAD_NORM)),
-)
+CONTENDERS: dict[str, Build] = {
+    PEER: adamw,
+    "FusedAdamS exact (triton)": fused_adams(backend="triton"),
+    "FusedAdamS lagged (triton)": fused_adams(schedule="lagged", backend="triton"),
+    "FusedAdamS exact + clip (triton)": fused_adams(max_grad_norm=MAX_GRAD_NORM, backend="triton"),
+}
 
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """The Triton backend for CPU tensors; everything happens but what a GPU would do."""
+    """Makes the Triton backend step CPU tensors: everything happens but what a GPU would do."""
     from swd_fused import backends
     from swd_fused.backends.triton import launch as triton_launch
     from swd_fused.backends.triton import plan as triton_plan
@@ -77,7 +58,7 @@ def without_launches() -> Iterator[None]:
 
 
 def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
-    """The same gradients at other addresses. A contender's next turn comes before they are back at any."""
+    """Returns what puts the same gradients at other addresses. A contender's next turn comes before they are back."""
     places = [
         [torch.clone(param.grad) for param in params if param.grad is not None] for _ in range(2 * len(CONTENDERS))
     ]
@@ -90,74 +71,42 @@ def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
     return move
 
 
-def measure(tensors: int, repeats: int, new_gradients: bool, progress: Progress) -> list[Row]:
+def case_of(tensors: int, repeats: int, new_gradients: bool) -> Case:
     params = parameters([(ELEMENTS,)] * tensors)
-    steps = [contender.build(params) for contender in CONTENDERS]
-    before = gradient_mover(params) if new_gradients else lambda: None
+
+    def build() -> Mapping[str, Step]:
+        return {name: make(params) for name, make in CONTENDERS.items()}
+
     gradients = "at new addresses" if new_gradients else "where they were"
-    task = progress.add_task(f"gradients {gradients}", total=repeats + WARM_UP_ROUNDS)
-    other_load = OtherLoad()
-    times = interleaved_times(
-        steps, repeats, lambda: progress.advance(task), timer=partial(timed, clock=thread_time), before=before
+    return Case(
+        f"gradients {gradients}",
+        {"gradients": gradients, "tensors": tensors},
+        build,
+        repeats,
+        timer=partial(timed, clock=thread_time),
+        before=gradient_mover(params) if new_gradients else lambda: None,
+        device="none: launches left out",
     )
-    seconds = {contender.name: Quartiles.of(values) for contender, values in zip(CONTENDERS, times, strict=True)}
-    shared = conditions(other_load, device="none: launches left out")
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
     return [
-        {
-            "contender": contender.name,
-            "gradients": gradients,
-            "tensors": tensors,
-            "repeats": repeats,
-            "median_s": seconds[contender.name].median,
-            "q1_s": seconds[contender.name].q1,
-            "q3_s": seconds[contender.name].q3,
-            "ratio": seconds[contender.name].median / seconds[PEER].median,
-            "peer": PEER,
-            **shared,
-        }
-        for contender in CONTENDERS
+        times_table(own, f"Host work in a step of {own[0]['tensors']:,} tensors, gradients {own[0]['gradients']}")
+        for own in grouped(rows, "gradients")
     ]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    first = rows[0]
-    title = f"Host work in a step of {first['tensors']:,} tensors, launches left out, {first['repeats']} repeats"
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    result.add_column("gradients", no_wrap=True)
-    for heading in ("median ms", "quartiles ms", "ratio to AdamW"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        median, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
-        result.add_row(row["contender"], row["gradients"], median, f"{q1} - {q3}", f"{row['ratio']:.2f}")
-    return result
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_work", description=__doc__)
+    parser = command("host_work", __doc__, repeats=401, threads=None)
     parser.add_argument("--tensors", type=positive, default=1000, help="default: %(default)s")
-    parser.add_argument("--repeats", type=positive, default=401, help="default: %(default)s")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/host_work"), metavar="DIR", help="default: %(default)s"
-    )
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error(
             "TRITON_INTERPRET=1 interprets kernels instead of launching them, so there is nothing to leave out."
         )
-    torch.set_num_threads(1)
-
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    rows: list[Row] = []
-    with Progress(*columns, console=console, transient=True) as progress, without_launches():
-        for new_gradients in (False, True):
-            rows += measure(options.tensors, options.repeats, new_gradients, progress)
-    console.print(table(rows))
-    warn_of_other_load(console, max(row["other_load"] or 0.0 for row in rows))
-    csv_path = options.out / "host_work.csv"
-    write_rows(csv_path, rows)
-    console.print(f"Wrote {csv_path}", soft_wrap=True)
+    with without_launches():
+        cases = [case_of(options.tensors, options.repeats, new_gradients) for new_gradients in (False, True)]
+        carry_out("host_work", cases, options.out, tables, threads=1)
 
 
 if __name__ == "__main__":

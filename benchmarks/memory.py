@@ -16,9 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.other_load import OtherLoad
+from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
 from benchmarks.training_memory import MALLOC, MODELS, SETTINGS, Row, measured
 from swd_fused import FusedAdamS, __version__
 

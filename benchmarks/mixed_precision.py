@@ -1,45 +1,40 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
-float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters;
-and float16 with a GradScaler. In each the contenders take turns. DeepSpeedCPUAdam takes part where it is installed and
+float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters; float16
+with a GradScaler. In each setting the contenders take turns. DeepSpeedCPUAdam takes part where it is installed and
 builds. It computes AdamW, as does FusedAdamS with decay="decoupled".
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Build, Step, parameters, with_clipping
-from benchmarks.other_load import OtherLoad, warn_of_other_load
-from benchmarks.suites import SUITES
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds
+from benchmarks.step_times.contenders import (
+    MAX_GRAD_NORM,
+    PEER,
+    SCHEDULED_WEIGHT_DECAY,
+    Build,
+    Step,
+    adamw,
+    fused_adams,
+    parameters,
+    with_clipping,
+)
+from benchmarks.step_times.harness import Case, Row, carry_out, command, grouped, times_table
+from benchmarks.step_times.suites import SUITES
 from swd_fused import FusedAdamS
-
-Row = dict[str, Any]
 
 SCALE = 1024.0
 QUICK = "one-100k", 3  # suite and repeats
-
-
-def fused_adams(**options: Any) -> Build:
-    return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
+DEEPSPEED = "DeepSpeedCPUAdam"
 
 
 def with_masters(build: Build) -> Build:
-    """What an optimizer without masters of its own needs: gradients widened before it, parameters narrowed after."""
+    """Wraps an optimizer without masters of its own: gradients are widened before it, parameters narrowed after."""
 
     def build_with_masters(params: Sequence[Tensor]) -> Step:
         masters = [torch.nn.Parameter(param.detach().float()) for param in params]
@@ -59,27 +54,19 @@ def with_masters(build: Build) -> Build:
     return build_with_masters
 
 
-def with_scaler(build: Callable[[Sequence[Tensor]], torch.optim.Optimizer]) -> Build:
-    def build_with_scaler(params: Sequence[Tensor]) -> Step:
-        optimizer = build(params)
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
-        scaler.scale(torch.zeros(()))  # makes the scale
+def scaled(optimizer: torch.optim.Optimizer) -> Step:
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
+    scaler.scale(torch.zeros(()))  # makes the scale
 
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
 
-        return step
-
-    return build_with_scaler
-
-
-def adamw(params: Sequence[Tensor]) -> Step:
-    return torch.optim.AdamW(params, fused=True).step
+    return step
 
 
 def deepspeed_cpu_adam() -> Build | str:
-    """DeepSpeed's, or why it is not there. Building it takes more than a minute, once."""
+    """Returns DeepSpeed's, or why it is not there. Building it takes more than a minute, once."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -89,59 +76,60 @@ def deepspeed_cpu_adam() -> Build | str:
     return lambda params: DeepSpeedCPUAdam(list(params), adamw_mode=True).step
 
 
-def settings() -> dict[str, tuple[torch.dtype, dict[str, Build]]]:
-    """By setting, the dtype of parameters and gradients and the contenders, torch's best first."""
-    result: dict[str, tuple[torch.dtype, dict[str, Build]]] = {
-        "float32": (
-            torch.float32,
-            {
-                "AdamW fused": adamw,
-                "FusedAdamS exact": fused_adams(),
-                "FusedAdamS lagged": fused_adams(schedule="lagged"),
-                "FusedAdamS decoupled": fused_adams(decay="decoupled"),
-            },
-        ),
-        "kinds of decay, float32": (
-            torch.float32,
-            {
-                "FusedAdamS exact": fused_adams(),
-                "the same, corrected": fused_adams(corrected_decay=True),
-                "the same, cautious": fused_adams(cautious_decay=True),
-                "FusedAdamS decoupled": fused_adams(decay="decoupled"),
-                "the same, corrected (AdamC)": fused_adams(decay="decoupled", corrected_decay=True),
-                "the same, cautious (AdamW)": fused_adams(decay="decoupled", cautious_decay=True),
-                "FusedAdamS independent": fused_adams(decay="independent"),
-            },
-        ),
-        "float32 with clipping": (
-            torch.float32,
-            {
-                "AdamW fused + clip_grad_norm_": with_clipping(adamw),
-                "FusedAdamS exact": fused_adams(max_grad_norm=MAX_GRAD_NORM),
-            },
-        ),
-        "bfloat16 with masters": (
-            torch.bfloat16,
-            {
-                "AdamW fused on float32 copies": with_masters(adamw),
-                "FusedAdamS exact": fused_adams(master_weights=True),
-                "FusedAdamS lagged": fused_adams(master_weights=True, schedule="lagged"),
-            },
-        ),
-        "float16 with GradScaler": (
-            torch.float16,
-            {
-                "AdamW fused": with_scaler(lambda params: torch.optim.AdamW(params, fused=True)),
-                "FusedAdamS exact": with_scaler(lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY)),
-            },
-        ),
-    }
-    deepspeed = deepspeed_cpu_adam()
-    if not isinstance(deepspeed, str):
-        result["float32"][1]["DeepSpeedCPUAdam"] = deepspeed
-        result["float32 with clipping"][1]["DeepSpeedCPUAdam + clip_grad_norm_"] = with_clipping(deepspeed)
-        result["bfloat16 with masters"][1]["DeepSpeedCPUAdam on float32 copies"] = with_masters(deepspeed)
-    return result
+# The dtype of parameters and gradients by setting, and the contenders, torch's best first.
+SETTINGS: dict[str, tuple[torch.dtype, dict[str, Build]]] = {
+    "float32": (
+        torch.float32,
+        {
+            PEER: adamw,
+            "FusedAdamS exact": fused_adams(),
+            "FusedAdamS lagged": fused_adams(schedule="lagged"),
+            "FusedAdamS decoupled": fused_adams(decay="decoupled"),
+        },
+    ),
+    "kinds of decay, float32": (
+        torch.float32,
+        {
+            "FusedAdamS exact": fused_adams(),
+            "the same, corrected": fused_adams(corrected_decay=True),
+            "the same, cautious": fused_adams(cautious_decay=True),
+            "FusedAdamS decoupled": fused_adams(decay="decoupled"),
+            "the same, corrected (AdamC)": fused_adams(decay="decoupled", corrected_decay=True),
+            "the same, cautious (AdamW)": fused_adams(decay="decoupled", cautious_decay=True),
+            "FusedAdamS independent": fused_adams(decay="independent"),
+        },
+    ),
+    "float32 with clipping": (
+        torch.float32,
+        {
+            f"{PEER} + clip_grad_norm_": with_clipping(adamw),
+            "FusedAdamS exact": fused_adams(max_grad_norm=MAX_GRAD_NORM),
+        },
+    ),
+    "bfloat16 with masters": (
+        torch.bfloat16,
+        {
+            f"{PEER} on float32 copies": with_masters(adamw),
+            "FusedAdamS exact": fused_adams(master_weights=True),
+            "FusedAdamS lagged": fused_adams(master_weights=True, schedule="lagged"),
+        },
+    ),
+    "float16 with GradScaler": (
+        torch.float16,
+        {
+            PEER: lambda params: scaled(torch.optim.AdamW(params, fused=True)),
+            "FusedAdamS exact": lambda params: scaled(FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY)),
+        },
+    ),
+}
+
+
+def with_deepspeed(setting: str, adam: Build) -> dict[str, Build]:
+    return {
+        "float32": {DEEPSPEED: adam},
+        "float32 with clipping": {f"{DEEPSPEED} + clip_grad_norm_": with_clipping(adam)},
+        "bfloat16 with masters": {f"{DEEPSPEED} on float32 copies": with_masters(adam)},
+    }.get(setting, {})
 
 
 def converted(params: Sequence[Tensor], dtype: torch.dtype, scale: float) -> list[Tensor]:
@@ -152,81 +140,41 @@ def converted(params: Sequence[Tensor], dtype: torch.dtype, scale: float) -> lis
     return list(result)
 
 
-def measure(setting: str, suite: str, repeats: int, progress: Progress) -> list[Row]:
-    dtype, contenders = settings()[setting]
+def case_of(setting: str, suite: str, repeats: int, deepspeed: Build | str) -> Case:
+    dtype, builds = SETTINGS[setting]
+    if not isinstance(deepspeed, str):
+        builds = {**builds, **with_deepspeed(setting, deepspeed)}
     scale = SCALE if "GradScaler" in setting else 1.0
-    # Each has parameters of its own: masters follow parameters that others write to, which takes longer than a step.
-    steps = [build(converted(parameters(SUITES[suite].shapes), dtype, scale)) for build in contenders.values()]
-    task = progress.add_task(setting, total=repeats + WARM_UP_ROUNDS)
-    other_load = OtherLoad()
-    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task))
-    seconds = {name: Quartiles.of(values) for name, values in zip(contenders, times, strict=True)}
-    peer = next(iter(contenders))
-    shared = conditions(other_load)
+
+    def build() -> Mapping[str, Step]:
+        # Each has parameters of its own: masters follow those that others write to, which takes longer than a step.
+        return {name: make(converted(parameters(SUITES[suite].shapes), dtype, scale)) for name, make in builds.items()}
+
+    return Case(setting, {"setting": setting, "suite": suite}, build, repeats)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
     return [
-        {
-            "setting": setting,
-            "suite": suite,
-            "contender": name,
-            "repeats": repeats,
-            "median_s": quartiles.median,
-            "q1_s": quartiles.q1,
-            "q3_s": quartiles.q3,
-            "ratio": quartiles.median / seconds[peer].median,
-            "peer": peer,
-            **shared,
-        }
-        for name, quartiles in seconds.items()
+        times_table(own, f"{own[0]['setting']}, {own[0]['suite']}", f"ratio: to {own[0]['peer']}")
+        for own in grouped(rows, "setting")
     ]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    title = f"{rows[0]['setting']}, {rows[0]['suite']}, {rows[0]['repeats']} repeats"
-    result = Table(title=title, caption=f"ratio: to {rows[0]['peer']}", title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    for heading in ("median ms", "quartiles ms", "ratio"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        median, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
-        result.add_row(str(row["contender"]), median, f"{q1} - {q3}", f"{row['ratio']:.2f}")
-    return result
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m benchmarks.mixed_precision", description=__doc__)
-    result.add_argument("--suite", choices=list(SUITES), default="gpt2-124m", help="default: %(default)s")
-    result.add_argument("--repeats", type=positive, default=15, help="default: %(default)s")
-    result.add_argument("--setting", default="", metavar="TEXT", help="only settings whose names contain it")
-    result.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
-    result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
-    result.add_argument(
-        "--out", type=Path, default=Path("results/mixed_precision"), metavar="DIR", help="default: %(default)s"
-    )
-    return result
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
-    if not any(options.setting in name for name in settings()):
-        parser().error(f"no setting's name contains {options.setting!r}: {'; '.join(settings())}")
-    torch.set_num_threads(options.threads)
-    console = Console()
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        suite, repeats = QUICK if options.quick else (options.suite, options.repeats)
-        for setting in (name for name in settings() if options.setting in name):
-            setting_rows = measure(setting, suite, repeats, progress)
-            progress.console.print(table(setting_rows))
-            warn_of_other_load(console, setting_rows[0]["other_load"])
-            rows += setting_rows
-            gc.collect()  # optimizers are in reference cycles, and the next setting needs their memory
-    missing = deepspeed_cpu_adam()
-    if isinstance(missing, str):
-        console.print(f"Without DeepSpeedCPUAdam ({missing}). To compare: pip install deepspeed")
-    path = options.out / "mixed_precision.csv"
-    write_rows(path, rows)
-    console.print(f"Wrote {path}", soft_wrap=True)
+    parser = command("mixed_precision", __doc__, repeats=15)
+    parser.add_argument("--suite", choices=list(SUITES), default="gpt2-124m", help="default: %(default)s")
+    parser.add_argument("--setting", default="", metavar="TEXT", help="only settings whose names contain it")
+    parser.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
+    options = parser.parse_args(arguments)
+    chosen = [setting for setting in SETTINGS if options.setting in setting]
+    if not chosen:
+        parser.error(f"no setting's name contains {options.setting!r}: {'; '.join(SETTINGS)}")
+    suite, repeats = QUICK if options.quick else (options.suite, options.repeats)
+    deepspeed = deepspeed_cpu_adam()
+    cases = [case_of(setting, suite, repeats, deepspeed) for setting in chosen]
+    carry_out("mixed_precision", cases, options.out, tables, threads=options.threads)
+    if isinstance(deepspeed, str):
+        print(f"Without {DEEPSPEED} ({deepspeed}). To compare: pip install deepspeed")
 
 
 if __name__ == "__main__":

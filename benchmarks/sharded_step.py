@@ -6,11 +6,10 @@ a step is that of the slowest rank. On fewer cores than ranks the operating syst
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,37 +17,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Step, adamw, fused_adams, with_clipping
-from benchmarks.other_load import OtherLoad
-from benchmarks.plot_sharded_step import plot
-from benchmarks.suites import SUITES, Shape
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_order, timed
+from benchmarks.conditions import positive
+from benchmarks.step_times.contenders import (
+    CLIPPED_PEER,
+    MAX_GRAD_NORM,
+    PEER,
+    SCHEDULED_WEIGHT_DECAY,
+    Build,
+    Step,
+    adamw,
+    fused_adams,
+    with_clipping,
+)
+from benchmarks.step_times.harness import (
+    Case,
+    Quartiles,
+    Row,
+    carry_out,
+    command,
+    grouped,
+    interleaved_times,
+    table,
+)
+from benchmarks.step_times.pictures import plot_sharded_step
+from benchmarks.step_times.suites import SUITES, Shape
 from swd_fused import FusedAdamS
 
-Row = dict[str, Any]
-
-ADAMW, CLIPPED = "AdamW fused", "AdamW fused + clip_grad_norm_"
 START_SECONDS = 120
+DEFAULT_SUITES = ["resnet50", "1000x500"]
 
 
 def known_sum(params: Sequence[Tensor]) -> Step:
-    """What the step costs where the norm is known already: nothing is read twice, nothing is sent."""
+    """Builds the step whose norm is known already: nothing is read twice, nothing is sent."""
     optimizer = FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY)
     numel = sum(param.numel() for param in params)
     return partial(optimizer.step, grad_sumsq=1.0, numel=numel)
 
 
-def on_local_tensors(build: Callable[[Sequence[Tensor]], Step]) -> Callable[[Sequence[Tensor]], Step]:
+def on_local_tensors(build: Build) -> Build:
     """Without DTensors: AdamW loses their overhead, FusedAdamS the all-reduce, so that it computes something else."""
 
     def build_on_local_tensors(params: Sequence[Any]) -> Step:
@@ -64,18 +75,18 @@ def bare_all_reduce(params: Sequence[Tensor]) -> Step:
     return partial(dist.all_reduce, torch.zeros(4, dtype=torch.float64))
 
 
-# By name: how its step is made, and what its time is compared with.
-CONTENDERS: dict[str, tuple[Callable[[Sequence[Tensor]], Step], str]] = {
-    ADAMW: (adamw, ADAMW),
-    "FusedAdamS exact": (fused_adams("exact", "auto"), ADAMW),
-    "FusedAdamS lagged": (fused_adams("lagged", "auto"), ADAMW),
-    "FusedAdamS, sum known": (known_sum, ADAMW),
-    "AdamW fused, local tensors": (on_local_tensors(adamw), ADAMW),
-    "FusedAdamS, own shard only (wrong)": (on_local_tensors(fused_adams("exact", "auto")), ADAMW),
-    CLIPPED: (with_clipping(adamw), CLIPPED),
-    "FusedAdamS exact + clip": (fused_adams("exact", "auto", MAX_GRAD_NORM), CLIPPED),
-    "all-reduce of 4 numbers": (bare_all_reduce, ADAMW),
+CONTENDERS: dict[str, Build] = {
+    PEER: adamw,
+    "FusedAdamS exact": fused_adams(),
+    "FusedAdamS lagged": fused_adams(schedule="lagged"),
+    "FusedAdamS, sum known": known_sum,
+    "AdamW fused, local tensors": on_local_tensors(adamw),
+    "FusedAdamS, own shard only (wrong)": on_local_tensors(fused_adams()),
+    CLIPPED_PEER: with_clipping(adamw),
+    "FusedAdamS exact + clip": fused_adams(max_grad_norm=MAX_GRAD_NORM),
+    "all-reduce of 4 numbers": bare_all_reduce,
 }
+PEERS = {CLIPPED_PEER: CLIPPED_PEER, "FusedAdamS exact + clip": CLIPPED_PEER}
 
 
 class Shapes(nn.Module):
@@ -86,7 +97,7 @@ class Shapes(nn.Module):
 
 
 def sharded_parameters(shapes: Sequence[Shape]) -> list[Tensor]:
-    """As `benchmarks.contenders.parameters` makes them, with gradients of norm 1, sharded by FSDP2."""
+    """Returns parameters with gradients of norm 1, as `contenders.parameters` does, sharded by FSDP2."""
     model = Shapes(shapes)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     params = list(model.parameters())
@@ -97,25 +108,20 @@ def sharded_parameters(shapes: Sequence[Shape]) -> list[Tensor]:
     return params
 
 
-def measure_on_rank(
-    rank: int, ranks: int, start: str, names: Sequence[str], shapes: Sequence[Shape], repeats: int, answers: Any
-) -> None:
+def measure_on_rank(rank: int, ranks: int, start: str, shapes: Sequence[Shape], repeats: int, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(start, ranks)
     timeout = timedelta(seconds=START_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     params = sharded_parameters(shapes)
-    steps = [CONTENDERS[name][0](params) for name in names]
-    times = torch.zeros(len(names), repeats, dtype=torch.float64)
-    for repetition in range(-WARM_UP_ROUNDS, repeats):
-        for index in interleaved_order(range(len(steps)), repetition):
-            dist.barrier()
-            seconds = timed(steps[index])
-            if repetition >= 0:
-                times[index, repetition] = seconds
+    steps = [build(params) for build in CONTENDERS.values()]
+
+    def on_round() -> None:
         if rank == 0:
             answers.put(None)
+
+    times = torch.tensor(interleaved_times(steps, repeats, on_round, before=dist.barrier), dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     if rank == 0:
         answers.put(times.tolist())
@@ -123,14 +129,14 @@ def measure_on_rank(
 
 
 def times_of(
-    ranks: int, names: Sequence[str], shapes: Sequence[Shape], repeats: int, on_round: Callable[[], object]
-) -> list[list[float]]:
-    """Seconds of each contender in each round."""
+    ranks: int, shapes: Sequence[Shape], repeats: int, on_round: Callable[[], object]
+) -> Mapping[str, list[float]]:
+    """Returns the seconds of each contender in each round."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "swd_fused"])
     with tempfile.TemporaryDirectory() as directory:
         answers: Any = context.Queue()
-        arguments = ranks, str(Path(directory) / "start"), names, shapes, repeats, answers
+        arguments = ranks, str(Path(directory) / "start"), shapes, repeats, answers
         processes = [
             context.Process(target=measure_on_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)
         ]
@@ -143,90 +149,55 @@ def times_of(
             for process in processes:
                 process.join(timeout=START_SECONDS)
                 process.kill()
-    result: list[list[float]] = answer
-    return result
+    return dict(zip(CONTENDERS, answer, strict=True))
 
 
-def measure(ranks: int, suite: str, names: Sequence[str], repeats: int, progress: Progress) -> list[Row]:
-    task = progress.add_task(f"{suite} on {ranks} ranks", total=repeats + WARM_UP_ROUNDS)
-    other_load = OtherLoad()
-    shapes = SUITES[suite].shapes
-    times = dict(zip(names, times_of(ranks, names, shapes, repeats, partial(progress.advance, task)), strict=True))
-    # Its own ranks are other processes too, so what they used cannot be told from what others did.
-    shared = {**conditions(other_load), "threads": 1, "other_load": None}
-    result = []
-    for name in names:
-        peer = CONTENDERS[name][1]
-        seconds = Quartiles.of(times[name])
+def case_of(suite: str, ranks: int, repeats: int) -> Case:
+    def added(contender: str, times: Mapping[str, list[float]]) -> Row:
         # Both of a round ran within moments of each other, so their difference is steadier than either.
-        added = Quartiles.of([own - other for own, other in zip(times[name], times[peer], strict=True)])
-        result.append(
-            {
-                "ranks": ranks,
-                "suite": suite,
-                "contender": name,
-                "peer": peer,
-                "elements": SUITES[suite].elements,
-                "tensors": len(shapes),
-                "dtype": "float32",
-                "repeats": repeats,
-                "median_s": seconds.median,
-                "q1_s": seconds.q1,
-                "q3_s": seconds.q3,
-                "added_s": added.median,
-                "added_q1_s": added.q1,
-                "added_q3_s": added.q3,
-                "ratio": seconds.median / Quartiles.of(times[peer]).median,
-                "load_average": os.getloadavg()[0],
-                **shared,
-            }
+        peers = times[PEERS.get(contender, PEER)]
+        difference = Quartiles.of([own - other for own, other in zip(times[contender], peers, strict=True)])
+        row = {"added_s": difference.median, "added_q1_s": difference.q1, "added_q3_s": difference.q3}
+        # The ranks are other processes too, so what they used cannot be told from what others did.
+        return {**row, "load_average": os.getloadavg()[0], "threads": 1, "other_load": None}
+
+    shapes = SUITES[suite].shapes
+    columns = {"ranks": ranks, "suite": suite, "elements": SUITES[suite].elements, "tensors": len(shapes)}
+    columns["dtype"] = "float32"
+    times = partial(times_of, ranks, shapes, repeats)
+    return Case(f"{suite} on {ranks} ranks", columns, dict, repeats, PEERS, more=added, times=times)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    result = []
+    for own in grouped(rows, "suite", "ranks"):
+        first, cells = own[0], []
+        for row in own:
+            added, low, high = (f"{1e3 * row[key]:+.1f}" for key in ("added_s", "added_q1_s", "added_q3_s"))
+            cells.append(
+                [row["contender"], f"{1e3 * row['median_s']:.1f}", f"{row['ratio']:.2f}", added, f"{low} - {high}"]
+            )
+        title = (
+            f"{first['suite']} on {first['ranks']} ranks: {first['elements']:,} elements in {first['tensors']:,} "
+            f"tensors, {first['repeats']} repeats, load average {first['load_average']:.1f} on {first['cores']} cores"
         )
-    return result
-
-
-def table(rows: Sequence[Row]) -> Table:
-    first = rows[0]
-    title = (
-        f"{first['suite']} on {first['ranks']} ranks: {first['elements']:,} elements in {first['tensors']:,} tensors, "
-        f"{first['repeats']} repeats, load average {first['load_average']:.1f} on {first['cores']} cores"
-    )
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    for heading in ("median ms", "ratio", "added ms", "quartiles ms"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        added, low, high = (f"{1e3 * row[key]:+.1f}" for key in ("added_s", "added_q1_s", "added_q3_s"))
-        own, ratio = f"{1e3 * row['median_s']:.1f}", f"{row['ratio']:.2f}"
-        result.add_row(str(row["contender"]), own, ratio, added, f"{low} - {high}")
-    return result
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m benchmarks.sharded_step", description=__doc__)
-    result.add_argument("--ranks", action="append", type=positive, help="repeatable; default: 2 and 4")
-    result.add_argument(
-        "--suite", action="append", choices=list(SUITES), help="repeatable; default: resnet50, 1000x500"
-    )
-    result.add_argument("--repeats", type=positive, default=40, help="default: %(default)s")
-    out = Path("results/sharded_step")
-    result.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
+        result.append(table(title, ["contender", "median ms", "ratio", "added ms", "quartiles ms"], cells))
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
-    console = Console()
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        for suite in options.suite or ["resnet50", "1000x500"]:
-            for ranks in options.ranks or [2, 4]:
-                suite_rows = measure(ranks, suite, list(CONTENDERS), options.repeats, progress)
-                progress.console.print(table(suite_rows))
-                rows += suite_rows
-    csv_path = options.out / "sharded_step.csv"
-    write_rows(csv_path, rows)
-    console.print(f"Wrote {csv_path} and {plot(csv_path)}", soft_wrap=True)
+    parser = command("sharded_step", __doc__, repeats=40, threads=None)
+    parser.add_argument("--ranks", action="append", type=positive, help="repeatable; default: 2 and 4")
+    parser.add_argument(
+        "--suite", action="append", choices=list(SUITES), help=f"repeatable; default: {' '.join(DEFAULT_SUITES)}"
+    )
+    options = parser.parse_args(arguments)
+    cases = [
+        case_of(suite, ranks, options.repeats)
+        for suite in options.suite or DEFAULT_SUITES
+        for ranks in options.ranks or (2, 4)
+    ]
+    carry_out("sharded_step", cases, options.out, tables, plot_sharded_step)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks.arguments import positive
+from benchmarks.conditions import positive
 from benchmarks.host_work import without_launches
 from swd_fused import FusedAdamS
 

@@ -1,154 +1,104 @@
 """Time of an optimizer's step, by suite of shapes and by contender.
 
-Within a suite all contenders take turns, so that a machine whose speed wanders treats them alike. On a GPU times are
-the device's, with the host ahead of it.
+Within a suite all contenders take turns. On a GPU times are the device's, with the host ahead of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks import gpu
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected, taking_part
-from benchmarks.other_load import OtherLoad, warn_of_other_load
-from benchmarks.plot_step_time import plot
-from benchmarks.suites import SUITES, Suite
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_times, milliseconds, timed
+from benchmarks.conditions import positive
+from benchmarks.step_times.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected, taking_part
+from benchmarks.step_times.harness import (
+    Case,
+    Quartiles,
+    Row,
+    Step,
+    carry_out,
+    command,
+    grouped,
+    timed,
+    times_table,
+)
+from benchmarks.step_times.pictures import plot_step_time
+from benchmarks.step_times.suites import SUITES, Suite
 
-Row = dict[str, Any]
+CAPTION = "ratio: to AdamW fused, or with clipping to AdamW fused + clip_grad_norm_"
 
 
-def measure(
-    name: str,
-    suite: Suite,
-    contenders: Sequence[Contender],
-    repeats: int,
-    progress: Progress,
-    device: str = "cpu",
-) -> list[Row]:
-    params = parameters(suite.shapes, device=device)
-    steps = [contender.build(params) for contender in contenders]
-    task = progress.add_task(name, total=repeats + WARM_UP_ROUNDS)
-    other_load = OtherLoad()
-    timer = timed if device == "cpu" else gpu.timed
-    times = interleaved_times(steps, repeats, on_round=lambda: progress.advance(task), timer=timer)
-    seconds = {contender.name: Quartiles.of(values) for contender, values in zip(contenders, times, strict=True)}
-    shared = conditions(other_load, device if device == "cpu" else torch.cuda.get_device_name())
-    peak = None if device == "cpu" else gpu.peak_here()
-    return [
-        {
-            "suite": name,
-            "contender": contender.name,
-            "backend": contender.backend,
-            "elements": suite.elements,
-            "tensors": len(params),
-            "dtype": str(params[0].dtype).removeprefix("torch."),
-            "repeats": repeats,
-            "median_s": seconds[contender.name].median,
-            "q1_s": seconds[contender.name].q1,
-            "q3_s": seconds[contender.name].q3,
-            "bytes_per_element": contender.bytes_per_element,
-            "gb_per_s": (speed := gb_per_s(contender, suite.elements, seconds[contender.name].median)),
+def case_of(name: str, suite: Suite, contenders: Sequence[Contender], repeats: int, device: str = "cpu") -> Case:
+    by_name = {contender.name: contender for contender in contenders}
+    on_gpu = device != "cpu"
+    peak = gpu.peak_here() if on_gpu else None
+
+    def build() -> dict[str, Step]:
+        params = parameters(suite.shapes, device=device)
+        return {contender.name: contender.build(params) for contender in contenders}
+
+    def speeds(contender: str, times: Mapping[str, list[float]]) -> Row:
+        bytes_each = by_name[contender].bytes_per_element
+        seconds = Quartiles.of(times[contender]).median
+        speed = None if bytes_each is None else bytes_each * suite.elements / seconds / 1e9
+        return {
+            "backend": by_name[contender].backend,
+            "bytes_per_element": bytes_each,
+            "gb_per_s": speed,
             "peak_gb_per_s": peak,
             "share_of_peak": None if speed is None or peak is None else speed / peak,
-            "ratio": seconds[contender.name].median / seconds[contender.peer].median,
-            "peer": contender.peer,
-            **shared,
         }
-        for contender in contenders
-    ]
 
-
-def gb_per_s(contender: Contender, elements: int, seconds: float) -> float | None:
-    bytes_per_element = contender.bytes_per_element
-    return None if bytes_per_element is None else bytes_per_element * elements / seconds / 1e9
-
-
-def table(rows: Sequence[Row]) -> Table:
-    first = rows[0]
-    title = (
-        f"{first['suite']}: {first['elements']:,} elements in {first['tensors']:,} tensors, {first['repeats']} repeats"
+    columns = {"suite": name, "elements": suite.elements, "tensors": len(suite.shapes), "dtype": "float32"}
+    return Case(
+        name,
+        columns,
+        build,
+        repeats,
+        peers={contender.name: contender.peer for contender in contenders},
+        timer=gpu.timed if on_gpu else timed,
+        more=speeds,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
-    if first["peak_gb_per_s"] is not None:
-        title += f", peak {first['peak_gb_per_s']:,.0f} GB/s"
-    caption = "ratio: to AdamW fused, or with clipping to AdamW fused + clip_grad_norm_"
-    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    headings = ["median ms", "quartiles ms", "GB/s", "ratio"]
-    if first["peak_gb_per_s"] is not None:
-        headings.insert(3, "of peak")
-    for heading in headings:
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        median, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
-        speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-        cells = [str(row["contender"]), median, f"{q1} - {q3}", speed, f"{row['ratio']:.2f}"]
-        if row["peak_gb_per_s"] is not None:
-            cells.insert(4, "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}")
-        result.add_row(*cells)
-    return result
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
-    result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='default: cpu; "cuda" is ROCm too')
-    result.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
-    result.add_argument(
-        "--contender",
-        action="append",
-        metavar="TEXT",
-        help="those with TEXT in their name, and their peers; repeatable",
-    )
-    result.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
-    result.add_argument("--threads", type=positive, default=2, help="default: %(default)s")
-    result.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: results/step_time, with --device cuda results/step_time_cuda"
-    )
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = parser()
-    options = command.parse_args(arguments)
+    parser = command("step_time", __doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='default: cpu; "cuda" is ROCm too')
+    parser.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
+    parser.add_argument(
+        "--contender", action="append", metavar="TEXT", help="with TEXT in its name, and its peer; repeatable"
+    )
+    parser.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
+    options = parser.parse_args(arguments)
     on_gpu = options.device != "cpu"
     if on_gpu and (missing := gpu.missing()):
-        command.error(f"--device {options.device}: {missing}")
+        parser.error(f"--device {options.device}: {missing}")
     try:
         contenders = selected(options.contender, GPU_CONTENDERS if on_gpu else CONTENDERS)
     except ValueError as error:
-        command.error(str(error))
-    torch.set_num_threads(options.threads)
+        parser.error(str(error))
+    cases = [
+        case_of(name, suite, taking_part(contenders, suite.shapes), options.repeats or suite.repeats, options.device)
+        for name, suite in SUITES.items()
+        if name in (options.suite or SUITES)
+    ]
+    out = Path("results/step_time_cuda") if on_gpu and options.out == parser.get_default("out") else options.out
 
-    console = Console()
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        for name in options.suite or SUITES:
-            suite = SUITES[name]
-            repeats, own = options.repeats or suite.repeats, taking_part(contenders, suite.shapes)
-            suite_rows = measure(name, suite, own, repeats, progress, options.device)
-            progress.console.print(table(suite_rows))
-            warn_of_other_load(console, suite_rows[0]["other_load"])
-            rows += suite_rows
-            gc.collect()  # optimizers are in reference cycles, and the next suite needs their memory
+    def tables(rows: Sequence[Row]) -> list[Table]:
+        more = {"GB/s": "gb_per_s"} | ({"of peak": "share_of_peak"} if on_gpu else {})
+        return [times_table(own, title(own[0]), CAPTION, more) for own in grouped(rows, "suite")]
 
-    out = options.out or Path("results/step_time_cuda" if on_gpu else "results/step_time")
-    csv_path = out / "step_time.csv"
-    write_rows(csv_path, rows)
-    picture_path = plot(csv_path)
-    console.print(f"Wrote {csv_path} and {picture_path}", soft_wrap=True)
+    carry_out("step_time", cases, out, tables, plot_step_time, options.threads)
+
+
+def title(row: Row) -> str:
+    elements = f"{row['elements']:,} elements in {row['tensors']:,} tensors"
+    peak = "" if row["peak_gb_per_s"] is None else f", peak {row['peak_gb_per_s']:,.0f} GB/s"
+    return f"{row['suite']}: {elements}, {row['repeats']} repeats{peak}"
 
 
 if __name__ == "__main__":

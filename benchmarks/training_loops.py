@@ -6,38 +6,29 @@ backward take as long for all: their difference would be smaller than their nois
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import conditions, write_rows
-from benchmarks.other_load import OtherLoad, warn_of_other_load
+from benchmarks.conditions import positive
 from benchmarks.small_models import SmallGPT, SmallResNet
-from benchmarks.timing import WARM_UP_ROUNDS, Quartiles, interleaved_order
+from benchmarks.step_times.contenders import MAX_GRAD_NORM, PEER
+from benchmarks.step_times.harness import Case, Row, Step, carry_out, command, grouped, table
 from swd_fused import FusedAdamS
 
 STEPS_IN_A_ROW = 5  # of which the first, which finds the caches as another contender left them, is not counted
-MAX_GRAD_NORM = 1.0
 CLIPPED_PEER = "clip_grad_norm_ + AdamW fused"
-LEAST_REPEATS = 5
-
-Row = dict[str, Any]
-
 
 Loss = Callable[[], Tensor]
+Build = Callable[[Iterable[Tensor]], Optimizer]
+Make = Callable[[], tuple[nn.Module, Loss]]
 
 
 def squared(model: nn.Module, batch: Callable[[], Tensor]) -> tuple[nn.Module, Loss]:
@@ -76,41 +67,30 @@ def large_gpt() -> tuple[nn.Module, Loss]:
 
 MODELS = {"MLP": mlp, "CNN": cnn, "ResNet": resnet, "GPT": gpt, "large GPT": large_gpt}
 
-
-@dataclass(frozen=True)
-class Contender:
-    name: str
-    build: Callable[[Iterable[Tensor]], Optimizer]
-    peer: str
-    clips_before: bool = False
-
-
-CONTENDERS = (
-    Contender("AdamW fused", lambda params: AdamW(params, fused=True), "AdamW fused"),
-    Contender("exact", FusedAdamS, "AdamW fused"),
-    Contender("lagged", lambda params: FusedAdamS(params, schedule="lagged"), "AdamW fused"),
-    Contender(CLIPPED_PEER, lambda params: AdamW(params, fused=True), CLIPPED_PEER, clips_before=True),
-    Contender(
-        "exact with clipping",
-        lambda params: FusedAdamS(params, max_grad_norm=MAX_GRAD_NORM),
-        CLIPPED_PEER,
-    ),
-)
+# By name: how the optimizer is made. Those whose name begins with "clip_grad_norm_" clip before the step.
+CONTENDERS: dict[str, Build] = {
+    PEER: lambda params: AdamW(params, fused=True),
+    "exact": FusedAdamS,
+    "lagged": lambda params: FusedAdamS(params, schedule="lagged"),
+    CLIPPED_PEER: lambda params: AdamW(params, fused=True),
+    "exact with clipping": lambda params: FusedAdamS(params, max_grad_norm=MAX_GRAD_NORM),
+}
+PEERS = {"exact with clipping": CLIPPED_PEER, CLIPPED_PEER: CLIPPED_PEER}
 
 
 class Loop:
-    """A model in training."""
+    """A model in training. How long forward and backward took goes into `forward_backward`."""
 
-    def __init__(self, contender: Contender, make: Callable[[], tuple[nn.Module, Loss]]) -> None:
+    def __init__(self, contender: str, make: Make, forward_backward: list[float]) -> None:
         torch.manual_seed(0)
         self._model, self._loss = make()
-        self._clips_before = contender.clips_before
-        self._optimizer = contender.build(list(self._model.parameters()))
+        self._clips_before = contender.startswith("clip_grad_norm_")
+        self._optimizer = CONTENDERS[contender](list(self._model.parameters()))
         self._scheduler = CosineAnnealingLR(self._optimizer, 10**6)
-        self.size = sum(param.numel() for param in self._model.parameters())
+        self.forward_backward = forward_backward
 
-    def seconds(self) -> tuple[float, float]:
-        """Takes a training step and returns how long forward with backward took, and how long the optimizer."""
+    def __call__(self) -> float:
+        """Takes a training step and returns how long the optimizer took."""
         self._optimizer.zero_grad()
         start = perf_counter()
         self._loss().backward()
@@ -120,100 +100,61 @@ class Loop:
         self._optimizer.step()
         end = perf_counter()
         self._scheduler.step()
-        return before - start, end - before
+        self.forward_backward.append(before - start)
+        return end - before
 
 
-def measure(name: str, repeats: int, budget: float, threads: int, progress: Progress) -> list[Row]:
-    torch.set_num_threads(threads)
-    loops = {contender.name: Loop(contender, MODELS[name]) for contender in CONTENDERS}
-    times: dict[str, list[float]] = {contender.name: [] for contender in CONTENDERS}
+def counted_steps(step: Step) -> list[float]:
+    loop = cast(Loop, step)
+    loop()
+    loop.forward_backward.pop()
+    return [loop() for _ in range(STEPS_IN_A_ROW - 1)]
+
+
+def case_of(name: str, repeats: int, budget: float, threads: int) -> Case:
     forward_backward: list[float] = []
-    task = progress.add_task(f"{name}, {threads} threads", total=repeats + WARM_UP_ROUNDS)
-    other_load = OtherLoad()
-    begin = perf_counter()
-    for repetition in range(-WARM_UP_ROUNDS, repeats):
-        if repetition >= LEAST_REPEATS and perf_counter() - begin > budget:
-            repeats = repetition
-            progress.update(task, completed=repeats + WARM_UP_ROUNDS, total=repeats + WARM_UP_ROUNDS)
-            break
-        for contender in interleaved_order(CONTENDERS, repetition):
-            seconds = [loops[contender.name].seconds() for _ in range(STEPS_IN_A_ROW)]
-            if repetition >= 0:
-                times[contender.name] += [optimizer for _, optimizer in seconds[1:]]
-                forward_backward += [other for other, _ in seconds[1:]]
-        progress.advance(task)
-    found = {contender: Quartiles.of(values) for contender, values in times.items()}
-    rest = Quartiles.of(forward_backward).median
-    shared = conditions(other_load)
-    result = []
-    for contender in CONTENDERS:
-        own, peer = found[contender.name], found[contender.peer].median
-        result.append(
-            {
-                "model": name,
-                "parameters": loops[contender.name].size,
-                "contender": contender.name,
-                "repeats": repeats,
-                "median_s": own.median,
-                "q1_s": own.q1,
-                "q3_s": own.q3,
-                "forward_backward_s": rest,
-                "peer": contender.peer,
-                "ratio": own.median / peer,
-                "whole_ratio": (rest + own.median) / (rest + peer),
-                **shared,
-            }
-        )
-    return result
+
+    def build() -> Mapping[str, Step]:
+        torch.set_num_threads(threads)
+        return {contender: Loop(contender, MODELS[name], forward_backward) for contender in CONTENDERS}
+
+    def whole_step(contender: str, times: Mapping[str, list[float]]) -> Row:
+        rest = median(forward_backward[-sum(map(len, times.values())) :])  # without those that warmed up
+        own, peer = median(times[contender]), median(times[PEERS.get(contender, PEER)])
+        return {"forward_backward_s": rest, "whole_ratio": (rest + own) / (rest + peer)}
+
+    parameters = sum(param.numel() for param in MODELS[name]()[0].parameters())
+    title, columns = f"{name}, {threads} threads", {"model": name, "parameters": parameters}
+    return Case(title, columns, build, repeats, PEERS, budget, timer=counted_steps, more=whole_step)
 
 
-def table(rows: Sequence[Row]) -> Table:
-    result = Table(
-        title="Time of a step in training loops relative to its peer, alone and with forward and backward",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for heading in ("model", "threads", "AdamW fused", "exact", "lagged", "exact with clipping"):
-        result.add_column(heading, no_wrap=True)
-    for first in rows[:: len(CONTENDERS)]:
-        same = [row for row in rows if (row["model"], row["threads"]) == (first["model"], first["threads"])]
-        by_name = {row["contender"]: row for row in same}
-        named = [by_name[name] for name in ("exact", "lagged", "exact with clipping")]
-        figures = [f"{row['ratio']:.2f}, {100 * (row['whole_ratio'] - 1):+.2f}%" for row in named]
-        model = f"{first['model']}, {first['parameters']:,}"
-        times = f"{1e3 * first['median_s']:.3g} of {1e3 * (first['forward_backward_s'] + first['median_s']):.3g} ms"
-        result.add_row(model, str(first["threads"]), times, *figures)
-    return result
+def tables(rows: Sequence[Row]) -> list[Table]:
+    named = ("exact", "lagged", "exact with clipping")
+    cells = []
+    for own in grouped(rows, "model", "threads"):
+        first, by_name = own[0], {row["contender"]: row for row in own}
+        whole = first["forward_backward_s"] + first["median_s"]
+        times = f"{1e3 * first['median_s']:.3g} of {1e3 * whole:.3g} ms"
+        figures = [f"{by_name[n]['ratio']:.2f}, {100 * (by_name[n]['whole_ratio'] - 1):+.2f}%" for n in named]
+        cells.append([f"{first['model']}, {first['parameters']:,}", str(first["threads"]), times, *figures])
+    title = "Time of a step in training loops relative to its peer, alone and with forward and backward"
+    return [table(title, ["model", "threads", PEER, *named], cells)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_loops", description=__doc__)
+    parser = command("training_loops", __doc__, repeats=41, threads=None)
     parser.add_argument("--model", choices=list(MODELS), action="append", help="default: all")
     parser.add_argument("--threads", type=positive, action="append", help="default: 1 and 2")
-    parser.add_argument("--repeats", type=positive, default=41, help="rounds of each model; default: %(default)s")
     parser.add_argument(
-        "--budget",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help=f"for the rounds of one model, of which there are fewer then, but {LEAST_REPEATS}; default: %(default)s",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/training_loops"), metavar="DIR", help="default: %(default)s"
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="for one model's rounds; default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    rows: list[Row] = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        for threads in options.threads or (1, 2):
-            for model in options.model or MODELS:
-                rows += measure(model, options.repeats, options.budget, threads, progress)
-    console.print(table(rows))
-    warn_of_other_load(console, max(row["other_load"] or 0.0 for row in rows))
-    csv_path = options.out / "training_loops.csv"
-    write_rows(csv_path, rows)
-    console.print(f"Wrote {csv_path}", soft_wrap=True)
+    cases = [
+        case_of(model, options.repeats, options.budget, threads)
+        for threads in options.threads or (1, 2)
+        for model in options.model or MODELS
+    ]
+    carry_out("training_loops", cases, options.out, tables)
 
 
 if __name__ == "__main__":

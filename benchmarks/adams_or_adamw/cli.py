@@ -16,7 +16,7 @@ from benchmarks.adams_or_adamw.plot import plot
 from benchmarks.adams_or_adamw.report import report
 from benchmarks.adams_or_adamw.rows import Rows
 from benchmarks.adams_or_adamw.runner import run_arm
-from benchmarks.arguments import positive
+from benchmarks.conditions import positive
 from benchmarks.paper.data import DataError, check_images
 
 OUT = Path(__file__).parents[1] / "results" / "adams_or_adamw"

@@ -16,8 +16,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from benchmarks.adams_or_adamw.plan import Planned
 from benchmarks.adams_or_adamw.rows import packed
-from benchmarks.conditions import conditions
-from benchmarks.other_load import OtherLoad
+from benchmarks.conditions import OtherLoad, conditions
 from benchmarks.paper.checkpoint import nothing_kept
 from benchmarks.paper.data.images import ImageData, Tensors
 from benchmarks.paper.epoch import Epoch

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.conditions import write_whole
 from benchmarks.paper.data.folders import DataError
 from benchmarks.paper.effort import Effort
-from benchmarks.whole_file import write_whole
 
 SAVE_EVERY = 60.0  # seconds: as much as an interruption may cost
 

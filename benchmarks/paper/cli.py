@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.arguments import positive
+from benchmarks.conditions import positive
 from benchmarks.paper.checkpoint import SAVE_EVERY
 from benchmarks.paper.data import DataError
 from benchmarks.paper.experiments import EXPERIMENTS

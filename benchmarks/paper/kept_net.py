@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.conditions import write_whole
 from benchmarks.paper.effort import Effort
 from benchmarks.paper.epoch import Epoch
-from benchmarks.whole_file import write_whole
 
 
 class KeptNet:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 import swd_fused
-from benchmarks.conditions import cpu_model
+from benchmarks.conditions import cpu_model, write_whole
 from benchmarks.paper.run import Run
 from benchmarks.paper.training import Trained
-from benchmarks.whole_file import write_whole
 
 
 class Store:

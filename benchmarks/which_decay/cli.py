@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.arguments import positive
-from benchmarks.conditions import write_rows
+from benchmarks.conditions import positive, write_rows
 from benchmarks.paper.data import DataError
 from benchmarks.which_decay.exponents import Stage, exponents, stages
 from benchmarks.which_decay.findings import Row, findings, row

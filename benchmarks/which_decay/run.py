@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.conditions import write_whole
 from benchmarks.which_decay.lr_schedules import LrSchedule
-from benchmarks.whole_file import write_whole
 
 # Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
 RECIPE = 1

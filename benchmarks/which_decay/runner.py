@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.conditions import conditions
-from benchmarks.other_load import OtherLoad
+from benchmarks.conditions import OtherLoad, conditions
 from benchmarks.which_decay.run import Run, Store
 from benchmarks.which_decay.tasks import Sources, task_of
 from benchmarks.which_decay.training import train

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.authors_loop import AuthorsLoop
+from benchmarks.step_times.authors_loop import AuthorsLoop
 from swd_fused import FusedAdamS
 
 STEPS = 10

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_kernels, gpu_launches, gpu_modes, gpu_report, gpu_sections, watched_process
-from benchmarks.contenders import CLIPPED_PEER, PEER, Contender, parameters
 from benchmarks.gpu_modes import MODES, Mode
 from benchmarks.gpu_report import Section
 from benchmarks.gpu_sections import Result
+from benchmarks.step_times.contenders import CLIPPED_PEER, PEER, Contender, parameters
 from benchmarks.watched_process import Outcome
 from swd_fused.backends.triton import launch, plan
 from tests.benchmarks import sections

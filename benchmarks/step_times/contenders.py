@@ -1,4 +1,4 @@
-"""What is compared: each contender makes, from parameters that have gradients, a step that takes no arguments."""
+"""Optimizers that are compared: each makes, from parameters that have gradients, a step that takes no arguments."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.authors_loop import AuthorsLoop
-from benchmarks.suites import Shape
+from benchmarks.step_times.authors_loop import AuthorsLoop
+from benchmarks.step_times.suites import Shape
 from swd_fused import FusedAdamS
 from swd_fused.state import eight_bit
 
@@ -56,20 +57,8 @@ def with_clipping(build: Build) -> Build:
     return build_with_clipping
 
 
-def fused_adams(
-    schedule: str, backend: str, max_grad_norm: float | None = None, state_dtype: str | None = None
-) -> Build:
-    def build(params: Sequence[Tensor]) -> Step:
-        return FusedAdamS(
-            params,
-            weight_decay=SCHEDULED_WEIGHT_DECAY,
-            schedule=schedule,
-            backend=backend,
-            max_grad_norm=max_grad_norm,
-            state_dtype=state_dtype,
-        ).step
-
-    return build
+def fused_adams(**options: Any) -> Build:
+    return lambda params: FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **options).step
 
 
 def peer_of(package: str, name: str) -> Build:
@@ -100,30 +89,27 @@ TORCHAO = "torchao AdamW8bit"
 
 def contenders(kernels: str) -> tuple[Contender, ...]:
     """`kernels` is the backend with kernels of our own."""
+
+    def ours(name: str, bytes_each: float | None, backend: str = kernels, **options: Any) -> Contender:
+        peer = CLIPPED_PEER if "max_grad_norm" in options else PEER
+        build = fused_adams(backend=backend, **options)
+        return Contender(f"FusedAdamS {name} ({backend})", backend, bytes_each, peer, build)
+
+    lagged: dict[str, Any] = {"schedule": "lagged"}
+    clip: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
+    coded: dict[str, Any] = {"state_dtype": "8bit"}
     return (
         Contender(PEER, "fused", 28, PEER, adamw),
-        Contender(f"FusedAdamS exact ({kernels})", kernels, 32, PEER, fused_adams("exact", kernels)),
-        Contender(f"FusedAdamS lagged ({kernels})", kernels, 28, PEER, fused_adams("lagged", kernels)),
+        ours("exact", 32),
+        ours("lagged", 28, **lagged),
         # Parameters and gradients of 4 bytes, moments of 1 with 4 for each block of 256.
-        Contender(
-            f"FusedAdamS exact 8bit ({kernels})", kernels, 20.06, PEER, fused_adams("exact", kernels, None, "8bit")
-        ),
-        Contender(
-            f"FusedAdamS lagged 8bit ({kernels})", kernels, 16.06, PEER, fused_adams("lagged", kernels, None, "8bit")
-        ),
+        ours("exact 8bit", 20.06, **coded),
+        ours("lagged 8bit", 16.06, **lagged, **coded),
         Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, with_clipping(adamw)),
-        Contender(
-            f"FusedAdamS exact + clip ({kernels})",
-            kernels,
-            32,
-            CLIPPED_PEER,
-            fused_adams("exact", kernels, MAX_GRAD_NORM),
-        ),
-        Contender("FusedAdamS exact (torch)", "torch", None, PEER, fused_adams("exact", "torch")),
-        Contender("FusedAdamS lagged (torch)", "torch", None, PEER, fused_adams("lagged", "torch")),
-        Contender(
-            "FusedAdamS exact + clip (torch)", "torch", None, CLIPPED_PEER, fused_adams("exact", "torch", MAX_GRAD_NORM)
-        ),
+        ours("exact + clip", 32, **clip),
+        ours("exact", None, "torch"),
+        ours("lagged", None, "torch", **lagged),
+        ours("exact + clip", None, "torch", **clip),
         *([Contender(TORCHAO, "compile", None, PEER, torchao_adamw8bit)] if find_spec("torchao") else ()),
         Contender("AdamW foreach", "foreach", None, PEER, lambda params: adamw(params, foreach=True)),
         # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of
@@ -149,7 +135,7 @@ GPU_CONTENDERS = contenders("triton")
 
 
 def selected(texts: Sequence[str] | None, among: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """Those whose name contains one of the texts, and the peers that their ratios need. All if there are no texts."""
+    """Returns those whose name contains one of the texts, and the peers that their ratios need; without texts, all."""
     if not texts:
         return list(among)
     chosen = [c for c in among if any(text.lower() in c.name.lower() for text in texts)]
@@ -160,13 +146,13 @@ def selected(texts: Sequence[str] | None, among: Sequence[Contender] = CONTENDER
 
 
 def taking_part(among: Sequence[Contender], shapes: Sequence[Shape]) -> list[Contender]:
-    """Those that differ for tensors of these shapes: 8-bit moments are for larger ones than some suites have."""
+    """Returns those that differ for tensors of these shapes: 8-bit moments are for larger ones."""
     can_have_codes = any(eight_bit.fits(torch.empty(shape, device="meta")) for shape in shapes)
     return [c for c in among if can_have_codes or not (c.name.startswith("FusedAdamS") and "8bit" in c.name)]
 
 
 def parameters(shapes: Sequence[Shape], seed: int = 0, device: str = "cpu") -> list[Tensor]:
-    """Float32 parameters with gradients whose norm over all of them is 1, where clipping at 1 leaves it too.
+    """Returns float32 parameters with gradients whose norm over all of them is 1, where clipping at 1 leaves it too.
 
     All contenders of a suite step the same ones, since ten copies of a large model would not fit into memory. Only the
     moments are each contender's own.
