@@ -1,5 +1,13 @@
 """AdamS, Adam with Scheduled Weight Decay (Xie et al., NeurIPS 2023), as one fused step."""
 
+import sys
+import warnings
+
+# While Python locates the module of `python -m swd_fused`, which imports torch by way of this file, the first argument
+# is "-m". torch warns then if NumPy is missing, which this package does not use, above the report of the check.
+if sys.argv[:1] == ["-m"]:
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
 from swd_fused.optimizer import FusedAdamS
 from swd_fused.paper.scheduled_weight_decay import ScheduledWeightDecay
 from swd_fused.paper.sgds import SGDS

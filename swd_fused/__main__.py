@@ -61,7 +61,9 @@ runpy.run_module("swd_fused", run_name="__main__")
 def check_hidden_package() -> int:
     """Runs the check of the package that this source tree hides. Returns its exit code."""
     print(f"Note: {source_tree.how_to_get_kernels()} Here is the check of the package with kernels.", flush=True)
-    return subprocess.run([sys.executable, "-c", CHECK, *source_tree.path_without_tree()], check=False).returncode
+    without_numpy = "ignore:Failed to initialize NumPy"  # as in swd_fused/__init__.py, which sees no "-m" there
+    command = [sys.executable, "-W", without_numpy, "-c", CHECK, *source_tree.path_without_tree()]
+    return subprocess.run(command, check=False).returncode
 
 
 def main() -> int:

@@ -42,7 +42,9 @@ class Result:
 
     def __str__(self) -> str:
         if self.missing is not None:
-            outcome = f"{'MISSING' if self.failed else 'not available'}: {self.missing}"
+            # Where another backend is the best one, advice on how to get this one would be noise.
+            unused = "not used: its kernels are for CUDA and ROCm GPUs"
+            outcome = f"MISSING: {self.missing}" if self.failed else unused
         elif self.raised is not None:
             outcome = f"FAILED with {type(self.raised).__name__}: {self.raised}"
         else:

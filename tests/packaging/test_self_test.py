@@ -36,7 +36,20 @@ def test_report() -> None:
     assert f"torch     {torch.__version__}" in run.stdout
     assert "cpu    on cpu: ok" in run.stdout
     assert "torch  on cpu: ok" in run.stdout
-    assert "triton on cpu: not available: " in run.stdout
+    assert "triton on cpu: not used: its kernels are for CUDA and ROCm GPUs\n" in run.stdout
+
+
+@pytest.mark.parametrize("where", ["a source tree", "a tree that hides the package"])
+def test_report_without_numpy_has_no_warnings(where: str, tree: Path) -> None:
+    """torch warns when it is imported without NumPy, which this package has no use for."""
+    installed = tree.parent / "installed"
+    copy_package(installed, kernels=True)
+    without_numpy = tree.parent / "without_numpy"
+    without_numpy.mkdir()
+    (without_numpy / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    run = check_in(installed if where == "a source tree" else tree, without_numpy, installed)
+    assert run.returncode == 0
+    assert run.stderr == ""
 
 
 def trained_by(definition: type[AdamS]) -> list[torch.Tensor]:
@@ -95,7 +108,8 @@ def test_failures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_a_missing_backend_is_a_failure_where_it_could_be_had(name: BackendName, device: str, expected: bool) -> None:
     result = self_test.Result(name, device, missing="not installed")
     assert result.failed == expected
-    assert str(result) == f"{name:<6} on {device}: {'MISSING' if expected else 'not available'}: not installed"
+    outcome = "MISSING: not installed" if expected else "not used: its kernels are for CUDA and ROCm GPUs"
+    assert str(result) == f"{name:<6} on {device}: {outcome}"
 
 
 @pytest.fixture
