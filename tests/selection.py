@@ -25,7 +25,7 @@ def mark_thinned(items: list[pytest.Item]) -> None:
 def _is_thinned(item: pytest.Function) -> bool:
     """Triton's interpreter took a quarter of the time of all tests, for the cases that other backends run too."""
     interpreted = str(item.callspec.params.get("backend", "")).startswith("triton")
-    return interpreted or item.get_closest_marker("thinned") is not None
+    return (interpreted or item.get_closest_marker("thinned") is not None) and not item.get_closest_marker("slow")
 
 
 def covering(cases: list[set[tuple[str, int]]]) -> set[int]:

@@ -92,6 +92,7 @@ def step_with(wheel: Path, target: Path) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_sdist_builds_kernels_where_an_environment_with_torch_is_activated(builder: Builder, tmp_path: Path) -> None:
     """As `python -m build` and uv: the wheel is built from the sdist, by an interpreter without torch."""
     builder("sdist")
@@ -163,6 +164,7 @@ def test_source_distributions_need_no_torch(builder: Builder) -> None:
     builder("sdist")
 
 
+@pytest.mark.slow
 def test_pip_shows_why_a_build_failed(builder: Builder, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "target"]
     log = run(*pip, builder.source, succeeds=False, **{**os.environ, **NO_COMPILER})
@@ -202,6 +204,7 @@ def link_torch(folder: Path) -> None:
     (folder / "torch").symlink_to(Path(torch.__file__).parent)
 
 
+@pytest.mark.slow
 def test_without_kernels_if_asked_for(builder: Builder, tmp_path: Path) -> None:
     """The wheel says by its tag that nothing in it is compiled."""
     wheel, _ = builder.wheel(SWD_FUSED_NO_CPP="1")

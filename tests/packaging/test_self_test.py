@@ -141,6 +141,7 @@ def check_in(tree: Path, *path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("also_on_the_path", [False, True])
 def test_in_a_source_tree_without_kernels_the_installed_package_is_checked(tree: Path, also_on_the_path: bool) -> None:
     installed = tree.parent / "installed"
@@ -152,6 +153,7 @@ def test_in_a_source_tree_without_kernels_the_installed_package_is_checked(tree:
     assert "cpu    on cpu: ok" in run.stdout
 
 
+@pytest.mark.slow
 def test_in_a_source_tree_without_kernels_and_nothing_installed_the_check_says_what_to_do(tree: Path) -> None:
     run = check_in(tree)
     assert run.returncode == 1

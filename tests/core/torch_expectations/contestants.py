@@ -28,7 +28,7 @@ def by_torch(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 CONTESTANTS = [
-    pytest.param(adamw, id="AdamW"),
+    pytest.param(adamw, id="AdamW", marks=pytest.mark.slow),  # whether these are torch's expectations
     pytest.param(by_cpp, id="cpu"),
     pytest.param(by_torch, id="torch"),
 ]

@@ -124,6 +124,7 @@ SCENARIOS: list[Callable[[Make, Params], Any]] = [
 ]
 
 
+@pytest.mark.thinned
 @contestants
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_whole_functions(make: Make, scenario: Callable[[Make, Params], Any]) -> None:
@@ -138,6 +139,7 @@ def test_whole_functions(make: Make, scenario: Callable[[Make, Params], Any]) ->
     assert_as_eager(make, params, twins)
 
 
+@pytest.mark.thinned
 @contestants
 @configs
 def test_steps(make: Make, config: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ def trained(make: Make, name: str, lr: Any, steps: int) -> tuple[Any, ...]:
     return params, optimizer, scheduler, seen
 
 
+@pytest.mark.thinned
 @contestants
 @numbers_and_tensors
 @every_scheduler
@@ -89,6 +90,7 @@ def test_sets_what_it_sets_for_adamw(make: Make, name: str, new_lr: Any) -> None
     assert not any(map(torch.equal, params, start))
 
 
+@pytest.mark.thinned
 @contestants
 @numbers_and_tensors
 @every_scheduler

@@ -27,6 +27,7 @@ from tests.core.torch_expectations.contestants import (
 )
 
 
+@pytest.mark.thinned
 @contestants
 @configs
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
