@@ -50,7 +50,7 @@ lint: $(VENV)/.with-demo,bench,paper,test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/backends/*.cpp tests/backends/team_check/torch/*/*/*.h tests/gpu_code/*.cpp tests/virtual_gpu/driver/*.[ch]
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/cpu/* tests/backends/*.cpp tests/backends/team_check/torch/*/*/*.h tests/virtual_gpu/driver/*.[ch]
 
 # DEVICE=cuda measures steps on a CUDA or ROCm GPU; the rest is about the CPU.
 bench: $(VENV)/.with-bench

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 import torch
 
-from .cliffs import Cell, cells, distinct, rows_of
+from .cliffs import Cell, distinct, rows_of
 from .ptx_memory import SECTOR
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cliffs_triton.csv"
 
 # Bytes of copies for each float32 element and their number: gradients are copied once, parameters in and out.
 COPIES = {
@@ -23,6 +18,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 def test_copies_are_counted() -> None:
     plain, *rows = rows_of([Cell("plain", "64 x 1024", "float32"), *(Cell("layout", c, "float32") for c in COPIES)])
     assert plain["launches"] == plain["bytes_per_element_ratio"] == 1
@@ -39,17 +35,3 @@ def test_units_are_counted_once() -> None:
     assert distinct(tensor[:, ::2], SECTOR) == 8 * 16 * 4 // SECTOR
     assert distinct(tensor[:, ::2], 4) == 8 * 8
     assert distinct(tensor[:1].expand(8, 16), 4) == 16
-
-
-def test_the_stored_results_have_all_cells() -> None:
-    with RESULTS.open(newline="") as file:
-        stored = [Cell(*(row[key] for key in Cell._fields)) for row in csv.DictReader(file)]
-    assert stored == cells()
-
-
-def test_no_value_of_gradients_is_a_cliff() -> None:
-    """Zeros are read once more: an eighth more bytes in float32, a quarter with moments in 8 bits."""
-    with RESULTS.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["factor"] == "values"]
-    kinds = ("bytes_per_element", "sector_bytes_per_element", "instructions_per_element")
-    assert max(float(row[f"{kind}_ratio"]) for row in rows for kind in kinds) <= 1.26
