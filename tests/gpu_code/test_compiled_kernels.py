@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -25,10 +26,32 @@ CASES = [
     *(("lagged_step_kernel", arch, configuration) for configuration in CODED for arch in (80, 90, 100)),
     *((kernel, 90, "fp32 in 8 bits") for kernel in ("update_kernel", "stored_sums_kernel")),
     ("max_exp_avg_sq_sum_kernel", 90, "fp32 amsgrad in 8 bits"),
+    *((kernel, arch, kind) for arch, own in FURTHER_ARCHITECTURES.items() for kernel, kind in own),
 ]
-FURTHER_CASES = [(kernel, arch, kind) for arch, own in FURTHER_ARCHITECTURES.items() for kernel, kind in own]
-CASES += FURTHER_CASES
-NVIDIA_CASES = [case for case in CASES if isinstance(case[1], int) and not case[0].startswith("last_")]
+
+
+def cases(*wanted: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Those for an H100 in float32, each kernel once, and each configuration of the exact step; others are slow."""
+    chosen = [case for case in CASES if all(condition(*case) for condition in wanted)]
+    return pytest.mark.parametrize(
+        ("kernel", "arch", "configuration"),
+        [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in chosen],
+    )
+
+
+def is_quick(kernel: str, arch: int | str, configuration: str) -> bool:
+    if kernel == "exact_step_kernel":
+        return arch == 90 or (arch == "gfx942" and configuration == "fp32")
+    return (arch, configuration) == (90, "fp32")
+
+
+def is_exact(kernel: str, arch: int | str, configuration: str) -> bool:
+    return kernel == "exact_step_kernel"
+
+
+def has_loops_in_sass(kernel: str, arch: int | str, configuration: str) -> bool:
+    return isinstance(arch, int) and not kernel.startswith("last_")
+
 
 # 128-bit accesses in the code: 8 of pass 1 and two for each operand of the update that has 128 bits for each thread.
 # Where compilers unroll loops there are more. With codes, two for each operand of tensors that have them, and one of
@@ -75,13 +98,15 @@ SCALARS_SPILLED = {("exact_step_kernel", "gfx942", configuration) for configurat
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _all_submitted() -> None:
+def _all_submitted(request: pytest.FixtureRequest) -> None:
     """So that two processes have something to do from the start."""
-    for case in CASES:
-        submit(*case)
+    for item in request.session.items:
+        case = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and "kernel" in case:
+            submit(case["kernel"], case["arch"], case["configuration"])
 
 
-@pytest.mark.parametrize(("kernel", "arch", "configuration"), CASES)
+@cases()
 def test_nothing_is_spilled_in_loops(kernel: str, arch: int | str, configuration: str) -> None:
     """A few scalars of a segment may be, around them."""
     binary = submit(kernel, arch, configuration).result()
@@ -95,7 +120,7 @@ def test_nothing_is_spilled_in_loops(kernel: str, arch: int | str, configuration
     assert binary.spills_many_at_first == (case in COMPILED_TWICE)
 
 
-@pytest.mark.parametrize(("kernel", "arch", "configuration"), NVIDIA_CASES)
+@cases(has_loops_in_sass)
 def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: int, configuration: str) -> None:
     """From registers, the programs that are resident with them, and loads that do not wait for one another."""
     binary = submit(kernel, arch, configuration).result()
@@ -113,34 +138,25 @@ def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: i
     assert min(binary.code.bytes_in_flight) * binary.threads * programs >= enough
 
 
-@pytest.mark.parametrize(
-    ("arch", "configuration"),
-    [
-        *((arch, configuration) for configuration in CONFIGURATIONS for arch in ARCHITECTURES),
-        *((arch, configuration) for kernel, arch, configuration in FURTHER_CASES if kernel == "exact_step_kernel"),
-    ],
-)
-def test_whole_blocks_are_read_and_written_in_128_bits(arch: int | str, configuration: str) -> None:
-    binary = submit("exact_step_kernel", arch, configuration).result()
+@cases(is_exact)
+def test_whole_blocks_are_read_and_written_in_128_bits(kernel: str, arch: int | str, configuration: str) -> None:
+    """Of codes in 32 bits. Single ones are for what is not aligned: four of each moment, and of the second one in
+    amsgrad's first pass."""
+    binary = submit(kernel, arch, configuration).result()
     loads, stores = WIDE[configuration]
     assert binary.code.loads[128] >= loads
     assert binary.code.stores[128] >= stores
     assert binary.threads == 128
+    if configuration in CODED and arch in ARCHITECTURES:
+        assert binary.code.loads[8] == (12 if "amsgrad" in configuration else 8)
+        assert binary.code.stores[8] == 8
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("configuration", CODED)
-def test_codes_of_whole_blocks_are_read_and_written_in_32_bits(arch: int | str, configuration: str) -> None:
-    """Single bytes are for what is not aligned: four of each moment, and of the second one in amsgrad's first pass."""
-    code = submit("exact_step_kernel", arch, configuration).result().code
-    assert code.loads[8] == (12 if "amsgrad" in configuration else 8)
-    assert code.stores[8] == 8
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(arch: int | str) -> None:
-    cooperative = [kernel for kernel in KERNELS if submit(kernel, arch, "fp32").result().is_cooperative]
-    assert cooperative == ["exact_step_kernel"]
+@cases(lambda kernel, arch, configuration: configuration == "fp32" and arch in ARCHITECTURES)
+def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(
+    kernel: str, arch: int | str, configuration: str
+) -> None:
+    assert submit(kernel, arch, configuration).result().is_cooperative == (kernel == "exact_step_kernel")
 
 
 @pytest.mark.parametrize(("needed", "tried"), [(128, [128]), (148, [128]), (170, [128, 168]), (500, [128, 168, 255])])

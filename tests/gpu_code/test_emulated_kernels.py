@@ -79,10 +79,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         for configuration in CONFIGURATIONS
         if "chance" not in configuration and "8 bits" not in configuration
     ),
-    (EXACT, "fp32", {"arch": 80}),
-    (EXACT, "fp32", {"arch": 100}),
-    (EXACT, "bf16", {"arch": 100}),
-    (EXACT, "bf16", {"arch": 75}),  # which has no instructions that convert bfloat16
     (EXACT, "fp32", {"offset": 1}),
     (EXACT, "bf16", {"offset": 1, "max_grad_norm": 0.5}),
     (EXACT, "fp32", {"max_grad_norm": 0.5}),
@@ -92,9 +88,19 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (LAGGED, "bf16", {"offset": 1}),
     (LAGGED, "fp32 amsgrad", {}),
 ]
+OTHER_ARCHITECTURES: list[tuple[str, str, dict[str, Any]]] = [
+    (EXACT, "fp32", {"arch": 80}),
+    (EXACT, "fp32", {"arch": 100}),
+    (EXACT, "bf16", {"arch": 100}),
+    (EXACT, "bf16", {"arch": 75}),  # which has no instructions that convert bfloat16
+]
 
 
-@pytest.mark.parametrize(("kernel", "configuration", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "configuration", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_ARCHITECTURES)],
+    ids=str,
+)
 def test_steps_are_as_near_to_the_definition_as_plain_pytorch(
     kernel: str, configuration: str, options: dict[str, Any]
 ) -> None:

@@ -53,6 +53,7 @@ def launched(kernel: str, configuration: str, grad: Tensor, offset: int = 0) -> 
     return model, model.launch(kernel)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("kernel", "configuration", "offset"), CASES)
 def test_the_norm_is_right_in_all_of_the_range(kernel: str, configuration: str, offset: int, size: str) -> None:

@@ -64,6 +64,8 @@ def machine_code(kernel: object, arch: int | str, options: dict[str, int], **typ
 
 ARCHITECTURES = [80, 90, 100, 120, "gfx942"]
 
+pytestmark = pytest.mark.slow  # of tools that only tests use
+
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("kind", "each", "width"), [("fp32", 4, 128), ("bf16", 4, 64), ("bf16", 1, 16)])
