@@ -28,6 +28,7 @@ def test_threads_have_no_races(tmp_path: Path) -> None:
     assert checked(TEAM.read_text(), tmp_path) == "no races\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["release", "acq_rel", "acquire"])
 def test_a_weaker_order_is_noticed(order: str, tmp_path: Path) -> None:
     weaker = TEAM.read_text().replace(f"memory_order_{order}", "memory_order_relaxed")

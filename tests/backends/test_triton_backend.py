@@ -9,13 +9,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.backends.triton import launch, plan
 from swd_fused.backends.triton import operands as triton_operands
-from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import TENSOR
+from swd_fused.backends.triton.kernels import kernels, passes
+from swd_fused.backends.triton.kernels.tables import HYPER, SLOT, SUM, TENSOR
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
 from swd_fused.tensors.transfer import from_host
 from tests.backends.triton_launches import launches
@@ -239,6 +241,35 @@ def test_a_lagged_mean_has_the_same_bits_in_passes_as_in_one_launch(monkeypatch:
             run(params, [step_grads], optimizer)
             means.append(float(optimizer.exp_avg_sq_mean))
     assert means[:2] == means[2:]
+
+
+@triton.jit
+def totals_kernel(totals, slots, COLUMN: tl.constexpr):  # noqa: N803 (constants of Triton kernels are upper case)
+    tl.store(totals + tl.program_id(0), passes.total_of(slots, COLUMN))
+
+
+def test_each_program_adds_the_slots_of_all() -> None:
+    """A GPU launches hundreds of programs. 128 are added at a time."""
+    slots, totals = torch.rand(130, SLOT.columns, dtype=torch.float64), torch.zeros(130, dtype=torch.float64)
+    totals_kernel[130,](totals, slots, COLUMN=SLOT.fresh)
+    torch.testing.assert_close(totals, slots[:, SLOT.fresh].sum().expand(130), rtol=1e-12, atol=0)
+
+
+def test_the_last_mean_has_all_segments() -> None:
+    """Of tensors that have taken a step. 512 are added at a time."""
+    count = 1500
+    tensors, steps = torch.zeros(count, TENSOR.columns, dtype=torch.int64), torch.arange(count) % 3
+    segments = torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.arange(count)], 1)
+    sums, hyper = (
+        torch.rand(count, SUM.columns, dtype=torch.float64),
+        torch.zeros(1, HYPER.columns, dtype=torch.float64),
+    )
+    hyper[0, HYPER.beta2], hyper[0, HYPER.corrects_bias] = 0.9, 1.0
+    last = torch.zeros(2, dtype=torch.float64)
+    kernels.last_exp_avg_sq_sum_kernel[1,](last, sums, steps.float(), tensors, segments, None, hyper, count)
+    stepped = steps > 0
+    total = (sums[stepped, SUM.total] / (1 - 0.9 ** steps[stepped].double())).sum()
+    torch.testing.assert_close(last, torch.stack([total, segments[stepped, 2].sum()]), rtol=1e-12, atol=0)
 
 
 # --- Who is served
