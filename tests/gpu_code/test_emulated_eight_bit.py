@@ -31,6 +31,7 @@ def _vectors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bit, "LEAST_VECTOR", eight_bit.LEAST_NUMEL)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("configuration", PRECISION)
 @pytest.mark.parametrize("kernel", [EXACT, LAGGED])
@@ -69,6 +70,7 @@ def test_codes_are_those_of_plain_pytorch(kernel: str, configuration: str, progr
         np.testing.assert_allclose(mean, float(plain.exp_avg_sq_mean), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", PRECISION)
 def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
     check_sums_that_steps_leave(configuration, SHAPES)

@@ -213,6 +213,17 @@ def test_scaled_gradients_are_unscaled_exactly(kernel: str) -> None:
     np.testing.assert_array_equal(models[0].get("results"), models[1].get("results"))
 
 
+@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
+def test_amsgrad_keeps_nan(kernel: str) -> None:
+    """As torch.maximum does, and not the instruction of that name."""
+    params, grads = start("fp32 amsgrad", [(600,)])
+    grads[1][0][5] = torch.nan
+    model = EmulatedStep("fp32 amsgrad", params, [{"params": [0]}])
+    take_steps(model, grads[:2], kernel)
+    (maxima,) = model.tensors(TENSOR.max_exp_avg_sq)
+    assert maxima.isnan().nonzero().tolist() == [[5]]
+
+
 @pytest.mark.parametrize(("kernel", "configuration"), [(EXACT, "fp32"), (EXACT, "fp32 amsgrad"), (LAGGED, "bf16")])
 def test_nothing_changes_where_an_infinity_was_found(kernel: str, configuration: str) -> None:
     params, grads = start(configuration)
@@ -241,7 +252,13 @@ def test_with_beta1_zero_exp_avg_is_the_gradient() -> None:
     assert all(map(torch.equal, model.tensors(TENSOR.exp_avg), grads))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+COMPILED_ANYWAY = ("fp32", "bf16", "fp32 in 8 bits")
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(name, marks=() if name in COMPILED_ANYWAY else pytest.mark.slow) for name in CONFIGURATIONS],
+)
 def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
     check_sums_that_steps_leave(configuration, SHAPES)
 
