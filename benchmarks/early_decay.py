@@ -20,7 +20,8 @@ from benchmarks.paper.data import load_images
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.presets import PAPER
 from swd_fused import FusedAdamS
-from swd_fused.step.decay_warning import EARLY_STEPS, FAR_BEYOND_ADAMW
+from swd_fused.decay.kinds import FAR_BEYOND_ADAMW
+from swd_fused.decay.warning import EARLY_STEPS
 
 LAMBDA = 5e-4
 CLASSES = {"cifar10": 10, "cifar100": 100}

@@ -50,7 +50,7 @@ def without_launches() -> Iterator[None]:
         patch.object(triton_launch.Launcher, "__call__", launch),
         patch.object(triton_plan, "programs_on", lambda *_: PROGRAMS),
         patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(warp_size=32)),
-        patch.object(backends, "choose", lambda *_: (triton, "triton")),
+        patch.object(backends, "choose", lambda *_: triton),
         patch.object(torch, "_fused_adamw_", lambda *_, **__: None),
         patch.object(torch, "_foreach_add_", lambda *_: None),
     ):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused.options import GROUP_DEFAULTS, Decay, Options, refuse_offload
-from swd_fused.schedule import StepScalars
+from swd_fused import backends, metrics
+from swd_fused.core import schedule
+from swd_fused.core.schedule import StepScalars
+from swd_fused.core.stepper import Stepper
+from swd_fused.decay.kinds import Decay
+from swd_fused.distributed.sharding import ShardedOver
+from swd_fused.metrics import ClippedSteps
+from swd_fused.options import GROUP_DEFAULTS, Options, refuse_offload
 from swd_fused.state.load import (
     check_state_dict,
     loaded_group,
@@ -21,8 +28,6 @@ from swd_fused.state.load import (
     with_separate_steps,
 )
 from swd_fused.state.master_weights import adopt_masters, refuse_lone_remainders
-from swd_fused.step.stepper import Stepper
-from swd_fused.tensors.description import backend_for
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
     with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
         for group in groups:
             for param in filter(saved.__contains__, group["params"]):
-                backend, _ = backend_for(param, options)
+                backend = backends.choose(param, options)
                 state[param] = loaded_state(param, saved[param], backend, options, group)
     adopt_masters(saved, options)
     return {"state": state, "param_groups": groups}
@@ -62,29 +67,46 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
 
 # --- Pickles and copies
 
+# Where pickles of 0.2 look for `StepScalars` and `ClippedSteps`.
+sys.modules.setdefault("swd_fused.schedule", schedule)
+sys.modules.setdefault("swd_fused.step.clipped_steps", metrics)
 
-def pickled(stepper: Stepper, state: Mapping[Any, Any]) -> dict[str, Any]:
+
+def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:
     """Returns what a pickle has of the steps so far."""
     return {
         "state": defaultdict(dict, with_separate_steps(state)),
         "options": stepper.options,
         "skipped_steps": stepper.skipped_steps,
-        "_clipped_steps": stepper.clipped_steps,
+        "_clipped_steps": clipped,
         "_sharded_over": stepper.sharded_over,
         "_last": stepper.last,
     }
 
 
-def unpickled(state: dict[str, Any]) -> tuple[Stepper, StepScalars | Tensor]:
-    """Takes the entries of a stepper out of a pickle. Returns one that goes on, and what the last step has left."""
+class Unpickled(NamedTuple):
+    """Holds the entries of a pickle from which an optimizer makes what it does not pickle."""
+
+    options: Options
+    sharded_over: ShardedOver | None
+    clipped: ClippedSteps
+    skipped_steps: Tensor
+    last: StepScalars | Tensor
+
+
+def unpickled(state: dict[str, Any]) -> Unpickled:
+    """Takes these entries out of a pickle."""
     # Pickles of older versions have some options as entries of their own.
     own = {name: state.pop(name) for name in Options._fields if name in state}
     options = state.pop("options")._replace(**own)
     refuse_offload(options._asdict())  # the state may be on another device than its parameters
-    stepper = Stepper(options, state.pop("_sharded_over"), is_fresh=False)
-    stepper.skipped_steps = state.pop("skipped_steps")
-    stepper.clipped_steps = state.pop("_clipped_steps", stepper.clipped_steps)
-    return stepper, state.pop("_last")
+    return Unpickled(
+        options,
+        state.pop("_sharded_over"),
+        state.pop("_clipped_steps", None) or ClippedSteps(),
+        state.pop("skipped_steps"),
+        state.pop("_last"),
+    )
 
 
 def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:

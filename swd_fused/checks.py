@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 
+from torch import Tensor
+
 # How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
 # not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
 MISSPELLING = 0.85
@@ -39,6 +41,10 @@ def is_finite(value: object, least: float = 0) -> bool:
 
 def is_whole(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_one_float(value: Tensor) -> bool:
+    return value.numel() == 1 and value.is_floating_point()
 
 
 def one_of(*choices: object) -> Check:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from swd_fused import backends
+from swd_fused.core.tensor_checks import check_params
+from swd_fused.decay import calibration, follow_lr
+from swd_fused.decay.kinds import WEIGHT_DECAYS, Decay
+from swd_fused.decay.largest_lr import SO_FAR
+from swd_fused.distributed.refusals import refuse_tensor_alone
 from swd_fused.distributed.sharding import ShardedOver, local_tensor
-from swd_fused.distributed.wrappers import refuse_tensor_alone
-from swd_fused.options import GROUP_DEFAULTS, WEIGHT_DECAYS, Decay, Options
+from swd_fused.options import GROUP_DEFAULTS, Options, check_new_group
 from swd_fused.state import eight_bit
-from swd_fused.step import adamw_terms
-from swd_fused.tensors.description import backend_for
-from swd_fused.tensors.group_checks import check_new_group, check_params
-from swd_fused.tensors.hyper import scalar_dtype
-from swd_fused.tensors.largest_lr import SO_FAR, TensorLr, is_followed
 from swd_fused.user_warning import warn_user
 
 Group = Mapping[str, Any]
@@ -48,9 +48,9 @@ def checked_defaults(arguments: Mapping[str, Any], decay: Decay) -> dict[str, An
     given = {name: arguments.get(name, default) for name, default in GROUP_DEFAULTS.items()}
     if given["weight_decay"] is None:
         given["weight_decay"] = WEIGHT_DECAYS[decay]
-    calibration = adamw_terms.checked_calibration(given["adamw_weight_decay"], given["calibration_steps"], decay)
-    defaults = {**given, **calibration, "decay": decay}
-    check_new_group({}, defaults, decay)
+    entries = calibration.checked_calibration(given["adamw_weight_decay"], given["calibration_steps"], decay)
+    defaults = {**given, **entries, "decay": decay}
+    check_new_group({}, defaults)
     return defaults
 
 
@@ -58,7 +58,7 @@ def new_group(
     group: dict[str, Any], defaults: Mapping[str, Any], options: Options, others: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Returns a group as torch is to add it, after checking it. `others` are the parameters of the other groups."""
-    check_new_group(group, defaults, options.decay)
+    check_new_group(group, defaults)
     params = group["params"]
     if isinstance(params, Tensor):
         params = [params]
@@ -68,11 +68,10 @@ def new_group(
     tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
     check_params(tensors, "one group")
     check_fit(options, tensors, others)
-    group = {**group, "params": params, **adamw_terms.calibration_of(group, defaults, options.decay)}
+    group = {**group, "params": params, **calibration.calibration_of(group, defaults)}
     whole = {**defaults, **group}
-    if isinstance(whole["lr"], Tensor) and is_followed(whole, options.decay):
-        # From the start, or torch.compile would compile a second step anew.
-        group[SO_FAR] = TensorLr(whole, options.decay, scalar_dtype(whole["lr"].device)).so_far
+    if isinstance(whole["lr"], Tensor) and follow_lr(whole) is not None:
+        group[SO_FAR] = whole[SO_FAR]  # from the start, or torch.compile would compile a second step anew
     group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
     if "process_group" in group:
         group["process_group"] = ShardedOver.checked(group["process_group"])
@@ -85,7 +84,7 @@ def check_fit(options: Options, params: Sequence[Tensor], others: Sequence[Tenso
     Padding makes a buffer longer than the model, but not twice as long.
     """
     for param in params:
-        backend_for(param, options)
+        backends.choose(param, options)
     local_numel = sum(local_tensor(param).numel() for param in (*others, *params))
     if options.total_numel is not None and 2 * options.total_numel < local_numel:
         raise ValueError(
@@ -99,7 +98,7 @@ def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Gr
     dtypes = {param.dtype for group in groups for param in group["params"]}
     if options.uses_sums:
         refuse_tensor_alone(options.shared_sum)
-    adamw_terms.check_some_group_decays(defaults["adamw_weight_decay"], groups)
+    calibration.check_some_group_decays(defaults["adamw_weight_decay"], groups)
     _check_use_of_seed(options, groups)
     _warn_without_codes(groups)
     _check_use_of_precision(options, dtypes)

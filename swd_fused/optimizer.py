@@ -1,4 +1,4 @@
-"""FusedAdamS: arguments, and the ways to call a step. How it is taken is in step/stepper.py."""
+"""FusedAdamS: arguments, and the ways to call a step. How it is taken is in core/step.py."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import checkpoints, reports
+from swd_fused import backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
+from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
+from swd_fused.core.step import Observer, take
+from swd_fused.core.stepper import Seams, Stepper
+from swd_fused.decay import calibration
+from swd_fused.decay.calibration import Calibration
+from swd_fused.decay.kinds import Decay
+from swd_fused.decay.warning import DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
+from swd_fused.drivers.compiled import new_handle, step_within_a_graph
+from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
+from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
-from swd_fused.options import BackendName, Compatibility, Decay, Options, Schedule, StateDtype, asked_options
-from swd_fused.settings import Checked, Setting, fix_attributes, unwrapped
+from swd_fused.options import BackendName, Compatibility, Options, Schedule, StateDtype, asked_options
+from swd_fused.settings import Checked, Setting, unwrapped
 from swd_fused.state.master_weights import master_of
-from swd_fused.step import adamw_terms
-from swd_fused.step.compiled import new_handle, step_within_a_graph
-from swd_fused.step.hooks import StepCall
-from swd_fused.step.release import GradientRelease, refuse_step_in_backward
-from swd_fused.step.stepper import Stepper
-from swd_fused.step.sums import provided, refuse_numel_alone
 
 
 class FusedAdamS(Optimizer):
@@ -120,14 +124,19 @@ class FusedAdamS(Optimizer):
     ) -> None:
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         options = asked_options(arguments)
-        self._stepper = Stepper(options, ShardedOver.checked(process_group), is_fresh=True)
-        self._gradient_release = None
+        self._new_stepper(options, ShardedOver.checked(process_group), ClippedSteps())
         self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
-        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
+        self._stepper.restart(None, (self.defaults, *self.param_groups), is_fresh=True)
         check_all(options, self.defaults, self.param_groups)
+
+    def _new_stepper(self, options: Options, sharded_over: ShardedOver | None, clipped: ClippedSteps) -> None:
+        self._calibration, self._clipped = Calibration(), clipped
+        observers: list[Observer] = [self._calibration, self._clipped, DecayWarning()]
+        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers))
+        self._gradient_release = None
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,7 +145,7 @@ class FusedAdamS(Optimizer):
             self._gradient_release.watch(self.param_groups, self.state)
 
     def use(self, options: Options, changed: str) -> None:
-        """Has checked options obeyed from the next step on. `changed` is the name of the one that is new."""
+        """Obeys checked options from the next step on. `changed` is the name of the one that is new."""
         if self._gradient_release is not None and not self._gradient_release.has_ended:
             self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
@@ -193,17 +202,16 @@ class FusedAdamS(Optimizer):
         numel: int | None = None,
     ) -> float | None:
         loss = None
-        if self._gradient_release is not None:
-            if not self._gradient_release.has_ended:
-                self._end_released_step(self._gradient_release, closure, grad_sumsq, numel)
-                return None
+        if self._gradient_release is not None and self._gradient_release.has_ended:
             self._gradient_release = None
         if closure is not None:
+            if self._gradient_release is not None:
+                refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
         if torch.compiler.is_compiling():
-            if grad_sumsq is None and provider is None and not is_distributed():
+            if grad_sumsq is None and provider is None and self._gradient_release is None and not is_distributed():
                 step_within_a_graph(self.numbered_params(), self._handle)
             else:
                 self._untraced_step(grad_sumsq=grad_sumsq, numel=numel)
@@ -218,8 +226,11 @@ class FusedAdamS(Optimizer):
                     refuse_step_in_backward()
                 if provider is not None:
                     grad_sumsq, numel = provided(provider())
-            scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            self._stepper.take(self.param_groups, self.state, None, scaling, grad_sumsq, numel)
+            call = StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            if self._gradient_release is None:
+                take(self._stepper, self.param_groups, self.state, None, call)
+            else:
+                self._gradient_release.end_step(self.param_groups, self.state, call)
         finally:
             torch._C._set_grad_enabled(had_grad)
         return loss
@@ -229,12 +240,6 @@ class FusedAdamS(Optimizer):
     # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
     # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
     _untraced_step = _disable_dynamo(_step)
-
-    def _end_released_step(self, release: GradientRelease, closure: Any, grad_sumsq: Any, numel: int | None) -> None:
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        call = StepCall(closure, grad_sumsq, numel, self.grad_sumsq_provider, scaling)
-        release.end_step(self.param_groups, self.state, call)
-        self._gradient_release = None if release.has_ended else release
 
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
@@ -247,8 +252,7 @@ class FusedAdamS(Optimizer):
         if "_stepper" not in self.__dict__:
             return unwrapped(self).release_gradients()
         if self._gradient_release is None or self._gradient_release.has_ended:
-            self._gradient_release = GradientRelease(self._stepper, self.param_groups)
-            self._gradient_release.watch(self.param_groups, self.state)
+            self._gradient_release = GradientRelease(self._stepper, self.param_groups, self.state)
         return self._gradient_release
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
@@ -267,15 +271,15 @@ class FusedAdamS(Optimizer):
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
         params = self.numbered_params()
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._stepper.take(self.param_groups, self.state, [grads.get(i) for i in range(len(params))], scaling)
+        call = StepCall(None, None, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        take(self._stepper, self.param_groups, self.state, [grads.get(i) for i in range(len(params))], call)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __repr__(self) -> str:
-        options = reports.options_in_use(self._stepper, self.numbered_params())
+        options = metrics.options_in_use(self._stepper, self.numbered_params())
         return super().__repr__().replace("(", f"(\n{options}", 1)
 
     # --- State
@@ -287,9 +291,7 @@ class FusedAdamS(Optimizer):
         `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
         too small for AdamW: one that loads it should get `effective_weight_decay()`, see docs/migrating.md.
         """
-        # What a resumed run could not find out: which steps were skipped, and the mean at the end of calibration.
-        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
-        self._stepper.end_calibration(self.param_groups)
+        self._calibration.settle(self.param_groups)
         return checkpoints.without_process_groups(super().state_dict())
 
     @_disable_dynamo
@@ -307,12 +309,12 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
-        self._stepper.calibration.take_back_skipped(self.param_groups, self.skipped_steps)
+        self._calibration.take_back_skipped(self.param_groups)
         return {
             **super().__getstate__(),
             "grad_sumsq_provider": self.grad_sumsq_provider,
             "set_grad_none": self.set_grad_none,
-            **checkpoints.pickled(self._stepper, self.state),
+            **checkpoints.pickled(self._stepper, self.state, self._clipped),
         }
 
     @_disable_dynamo
@@ -321,17 +323,16 @@ class FusedAdamS(Optimizer):
         state = state.copy()
         last = None
         if "_stepper" not in self.__dict__:
-            self._stepper, last = checkpoints.unpickled(state)
-            self._gradient_release = None
-        if self._gradient_release is not None:
-            self._gradient_release.forget()
+            options, sharded_over, clipped, skipped_steps, last = checkpoints.unpickled(state)
+            self._new_stepper(options, sharded_over, clipped)
+            self._stepper.skipped_steps = skipped_steps
         super().__setstate__(state)
         checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
-        adamw_terms.choose_advice(self._stepper.decay_warning, self.defaults, *self.param_groups)
         self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
-        self._stepper.restart(last, is_fresh=not self.state)
+        self._stepper.restart(last, (self.defaults, *self.param_groups), is_fresh=not self.state)
         if self._gradient_release is not None:
+            self._gradient_release.forget()
             self._gradient_release.watch(self.param_groups, self.state)
 
     def master_param(self, param: Tensor) -> Tensor:
@@ -360,8 +361,8 @@ class FusedAdamS(Optimizer):
 
         At the mean of the last step, NaN before it. With `cautious_decay`, where they decay. Waits for the device.
         """
-        self._stepper.end_calibration(self.param_groups)
-        return adamw_terms.effective_weight_decay(self.param_groups, self.options.decay, self.exp_avg_sq_mean)
+        self._calibration.speak(self.param_groups)
+        return metrics.effective_weight_decay(self.param_groups, self.exp_avg_sq_mean)
 
     def metrics(self) -> dict[str, float]:
         """Returns what is worth logging of the last step. Waits for the device.
@@ -371,14 +372,12 @@ class FusedAdamS(Optimizer):
         in which decay alone would leave 1/e of a weight. `skipped_steps` and `clipped_share`, by `max_grad_norm`, are
         of all steps since this optimizer was made.
         """
-        return reports.metrics(self._stepper, self.param_groups, self.effective_weight_decay())
+        self._calibration.speak(self.param_groups)
+        return metrics.metrics(self._stepper, self.param_groups, self._clipped)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
 
         Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
         """
-        adamw_terms.match_adamw(weight_decay, self.options.decay, self.param_groups)
-
-
-fix_attributes(FusedAdamS)
+        calibration.match_adamw(weight_decay, self.options.decay, self.param_groups)

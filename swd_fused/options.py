@@ -1,26 +1,36 @@
 """The options: one table of those that parameter groups have, and one of those that hold for the whole optimizer.
 
-An option is a line there: its name, its type with the check of its values, and its default. The constructor has it as a
-keyword; all else follows from the line.
+An option is a line there: its name, its type with the check of its values, and its default. Those of the decay are
+lines in decay/kinds.py. The constructor has it as a keyword; all else follows from the line.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from swd_fused.checks import FINITE, FLAG, FLAG_OR_NONE, Check, did_you_mean, is_finite, is_number, is_whole, one_of
+from swd_fused.checks import (
+    FINITE,
+    FLAG,
+    FLAG_OR_NONE,
+    Check,
+    did_you_mean,
+    is_finite,
+    is_number,
+    is_one_float,
+    is_whole,
+    message,
+    one_of,
+)
+from swd_fused.decay.kinds import Decay, DecayOptions, check_combination
 
 Schedule = Literal["exact", "lagged"]
-Decay = Literal["scheduled", "decoupled", "independent", "l2"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
-
-# Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
-WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
 
 # Of moments. "8bit" is for both of them, a dtype for the first one.
 StateDtype = torch.dtype | Literal["8bit"] | None
@@ -36,10 +46,6 @@ LR_ROUNDING = 1e-12
 
 
 # --- Checks of single options
-
-
-def is_one_float(value: Tensor) -> bool:
-    return value.numel() == 1 and value.is_floating_point()
 
 
 def is_beta(value: object) -> bool:
@@ -61,50 +67,27 @@ BETAS = Check(
     "two numbers, or tensors with one",
     "Adam's usual choice is (0.9, 0.999).",
 )
-MAX_DECAY = Check(
-    lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
-)
-ADAMW_WEIGHT_DECAY = Check(is_finite, "a finite number >= 0, as AdamW takes it")
-STEPS_LEFT = Check(is_whole, "a whole number >= 0, the steps that are left")
 STATE_DTYPE = Check(lambda dtype: dtype is None or dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or None")
 SEED = Check(lambda seed: is_whole(seed) and seed < 2**63, "a whole number in [0, 2^63)")
 MAX_GRAD_NORM = Check(lambda norm: is_number(norm) and norm > 0, "a number > 0", "Use None to switch clipping off.")
 TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or None to count elements")
-DECAY = one_of(*get_args(Decay))
-LARGEST_LR = Check(
-    lambda lr: is_number(lr) and 0 < lr < math.inf, "a finite number > 0", "Use None to follow the learning rate."
-)
-LARGEST_LR_SO_FAR = Check(
-    lambda lr: is_one_float(lr) if isinstance(lr, Tensor) else is_finite(lr), "what steps have left there, or 0.0"
-)
 
 
 # --- The tables
 
 
 class GroupOptions(NamedTuple):
-    """What a parameter group may set for itself. Groups of older versions, which lack some, get the defaults."""
+    """What a parameter group may set for itself, besides `DecayOptions`."""
 
     # No default, since a group without it has the optimizer's; `ShardedOver` checks it.
     process_group: object
     lr: Annotated[float | Tensor, ONE_IF_TENSOR, FINITE_IF_NUMBER] = 1e-3
     betas: Annotated[tuple[float | Tensor, float | Tensor], BETAS] = (0.9, 0.999)
     eps: Annotated[float, FINITE] = 1e-8
-    weight_decay: Annotated[float, FINITE] = 5e-4
     amsgrad: Annotated[bool, FLAG] = False
     maximize: Annotated[bool, FLAG] = False
-    max_decay: Annotated[float, MAX_DECAY] = 0.1
-    adamw_weight_decay: Annotated[float | None, ADAMW_WEIGHT_DECAY.or_none()] = None
-    calibration_steps: Annotated[int, STEPS_LEFT] = 0
     bias_correction: Annotated[bool, FLAG] = True
     state_dtype: Annotated[StateDtype, STATE_DTYPE] = None
-    corrected_decay: Annotated[bool, FLAG] = False
-    cautious_decay: Annotated[bool, FLAG] = False
-    largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: what steps have seen, see `tensors.largest_lr`. A tensor if `lr` is one.
-    largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
-    # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
-    decay: Annotated[Decay, DECAY] = "scheduled"
 
 
 class Options(NamedTuple):
@@ -113,7 +96,7 @@ class Options(NamedTuple):
     Pickles have them by position: new ones come last.
     """
 
-    decay: Annotated[Decay, DECAY] = "scheduled"
+    decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
     master_weights: Annotated[bool, FLAG] = False
     stochastic_rounding: Annotated[bool, FLAG] = False  # of bfloat16 parameters; moments in 8 bits always are
     seed: Annotated[int, SEED] = 0
@@ -169,9 +152,10 @@ class Compatibility(TypedDict, total=False):
     offload: Annotated[bool, FLAG]
 
 
-GROUP_OPTIONS = GroupOptions._fields
-GROUP_DEFAULTS = GroupOptions._field_defaults
+GROUP_OPTIONS = (*GroupOptions._fields, *DecayOptions._fields)
+GROUP_DEFAULTS = {**GroupOptions._field_defaults, **DecayOptions._field_defaults}
 GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode", "set_grad_none")
+KNOWN_KEYS = {"params", *GROUP_OPTIONS}
 
 
 def checks_in(table: type) -> dict[str, tuple[Check, ...]]:
@@ -179,21 +163,77 @@ def checks_in(table: type) -> dict[str, tuple[Check, ...]]:
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
-CHECKS = {table: checks_in(table) for table in (GroupOptions, Options, Compatibility)}
+GROUP_CHECKS = checks_in(GroupOptions) | checks_in(DecayOptions)
+GLOBAL_CHECKS, COMPATIBILITY_CHECKS = checks_in(Options), checks_in(Compatibility)
 
 
-def check_values(table: type[GroupOptions | Options], values: Mapping[str, Any]) -> None:
-    """Checks the values of a table's options, each by itself."""
-    for name, checks in CHECKS[table].items():
+def check_values(all_checks: Mapping[str, tuple[Check, ...]], values: Mapping[str, Any]) -> None:
+    """Checks values, each by itself."""
+    for name, checks in all_checks.items():
         for check in checks:
             check.require(name, values[name])
+
+
+# --- Checks of groups
+
+
+def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Checks a group that a user adds. Reads tensors, which may wait for a device."""
+    whole = {**defaults, **group}
+    check_group(whole, defaults["decay"])
+    if isinstance(whole["lr"], Tensor):
+        check_tensor_lr(whole["lr"])
+    betas = whole["betas"]
+    if not all(0 <= float(beta) < 1 for beta in betas):
+        raise ValueError(message("betas", betas, "two numbers in [0, 1)", "Adam's usual choice is (0.9, 0.999)."))
+
+
+def check_tensor_lr(lr: Tensor) -> None:
+    """Reads a learning rate that is a tensor, and refuses nonsense."""
+    if not -LR_ROUNDING <= float(lr.detach()) < math.inf:
+        raise ValueError(message("lr", lr, FINITE.wanted))
+
+
+def check_group(group: Mapping[str, Any], decay: Decay) -> None:
+    """Checks a group before a step, since schedulers and users may have set anything."""
+    refuse_differentiable(group)
+    refuse_offload(group)
+    _check_names(group)
+    if group["decay"] != decay:
+        raise ValueError(
+            f"FusedAdamS got decay={group['decay']!r} in a parameter group, but it holds for all groups, and this "
+            f"optimizer has decay={decay!r}. Pass it to the constructor: FusedAdamS(..., decay={group['decay']!r})."
+        )
+    check_values(GROUP_CHECKS, group)
+    check_combination(group)
+
+
+def _check_names(group: Mapping[str, Any]) -> None:
+    """Refuses options that hold for the whole optimizer, and names so close to an option that they must be misspelt.
+
+    Unknown keys pass, as in torch: schedulers and frameworks keep their own in groups.
+    """
+    for name in group.keys() - KNOWN_KEYS:
+        if name in GLOBAL_OPTIONS:
+            raise ValueError(
+                f"FusedAdamS got {name}={group[name]!r} in a parameter group, but it holds for all groups. Pass it to "
+                f"the constructor: FusedAdamS(..., {name}={group[name]!r})."
+            )
+        if advice := _advice_on(name):
+            raise ValueError(f"FusedAdamS got an unknown key {name}={group[name]!r} in a parameter group.{advice}")
+
+
+@cache
+def _advice_on(name: str) -> str:
+    """Kept, since comparing names takes long, and a group is looked at whenever one of its entries has changed."""
+    return did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
 
 
 # --- Checks of arguments, and of options together
 
 
 def _check_compatibility(keywords: Compatibility) -> None:
-    known = CHECKS[Compatibility]
+    known = COMPATIBILITY_CHECKS
     for name, value in keywords.items():
         if name not in known:
             advice = did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *known), cutoff=0.6)
@@ -242,7 +282,7 @@ def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
 
 def checked(options: Options) -> Options:
     """Returns the options after checking each of them, and all of them together."""
-    check_values(Options, options._asdict())
+    check_values(GLOBAL_CHECKS, options._asdict())
     if options.master_weights and options.stochastic_rounding:
         raise ValueError(
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "

@@ -6,21 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from swd_fused.checks import Check
 from swd_fused.new_groups import check_fit
-from swd_fused.options import GLOBAL_OPTIONS, GROUP_OPTIONS, checked
+from swd_fused.options import checked
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
-
-IN_GROUPS = 'each group has its own. Set it there: for group in optimizer.param_groups: group["{name}"] = ...'
-BUILT_IN = "its state and kernels depend on it. Build a new optimizer with it, and load this one's state_dict()."
-
-# What cannot be set, unless the class has a `Setting` for it, and what to do instead.
-FIXED = {
-    **{name: IN_GROUPS.format(name=name) for name in GROUP_OPTIONS},
-    **dict.fromkeys((*GLOBAL_OPTIONS, "options"), BUILT_IN),
-    **dict.fromkeys(("exp_avg_sq_mean", "grad_norm"), "it is what the last step has found."),
-    "skipped_steps": "steps count in it. Set it back to 0 by optimizer.skipped_steps.zero_().",
-}
 
 
 class Setting:
@@ -61,27 +50,3 @@ def unwrapped(optimizer: FusedAdamS) -> FusedAdamS:
     while "_stepper" not in optimizer.__dict__ and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-class Fixed:
-    """An attribute that cannot be set, and may not exist: what is not taken up should not look as if it were."""
-
-    def __init__(self, name: str, advice: str, known: property | None) -> None:
-        self._name, self._advice, self._known = name, advice, known
-        self.__doc__ = None if known is None else known.__doc__
-
-    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
-        if self._known is None:
-            raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}: {self._advice}")
-        return self._known if optimizer is None else self._known.__get__(optimizer, owner)
-
-    def __set__(self, optimizer: FusedAdamS, value: object) -> None:
-        raise AttributeError(f"FusedAdamS.{self._name} cannot be set: {self._advice}")
-
-
-def fix_attributes(optimizer: type[FusedAdamS]) -> None:
-    """Has the class refuse to set what is in `FIXED`. By descriptors: `__setattr__` would be called in each step."""
-    for name, advice in FIXED.items():
-        known = optimizer.__dict__.get(name)
-        if not isinstance(known, (Setting, Checked)):
-            setattr(optimizer, name, Fixed(name, advice, known))

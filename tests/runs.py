@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
+from swd_fused.decay.warning import DecayWarning
 from tests.definition import AdamS, Group
 from tests.device import DEVICE
 
@@ -71,7 +72,9 @@ def run(params: list[torch.nn.Parameter], grads: list[list[Tensor | None]], opti
     if isinstance(optimizer, FusedAdamS):
         if DEVICE != "cpu":
             torch.cuda.synchronize()
-        optimizer._stepper.decay_warning.warn()  # as the next step would
+        for observer in optimizer._stepper.concerned:  # as the next step would
+            if observer.is_due and isinstance(observer, DecayWarning):
+                observer.speak(optimizer.param_groups)
 
 
 def fused(params: list[torch.nn.Parameter], groups: list[dict[str, Any]] = GROUPS, **options: Any) -> FusedAdamS:

@@ -1,69 +1,20 @@
-"""The protocol of a backend, and the choice of one for each device."""
+"""The choice of a backend for each parameter."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from swd_fused import source_tree
 from swd_fused.backends.torch_backend import TorchBackend
-from swd_fused.backends.torch_sums import sums_of_squares as sums_of_squares  # for those who have no bucket
-from swd_fused.schedule import Gate
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.backends.torch_backend import sums_of_squares as sums_of_squares  # for those who have no bucket
+from swd_fused.core.backend import Backend
+from swd_fused.devices.transfer import is_fake
+from swd_fused.options import Options
 from swd_fused.user_warning import warn_user
-
-
-class Backend(Protocol):
-    """The two passes of a step over a bucket. Results are float64 tensors of the bucket's device.
-
-    Tensors without a gradient take no part in a step. v^ is the second moment after bias correction. Zero-dimensional
-    are `exp_avg_sq_mean`, `grad_factor`, which gradients are multiplied by, and `skip`, not 0 if nothing must be
-    changed; None stands for 1 and 0.
-    """
-
-    is_capturable: bool  # whether its steps may be captured in a CUDA graph
-    is_atomic: bool  # whether `step` cannot be interrupted between the updates of two tensors
-
-    def description(self, device: torch.device) -> str:
-        """Returns the backend's name for `repr`, and what is special about it on this device."""
-
-    def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns zeros in the shape and, as far as they are dense, the strides of `like`."""
-
-    def describe(self, bucket: Bucket) -> None:
-        """Describes checked tensors to the kernels, in `bucket.plan`. Raises what only a kernel can refuse."""
-
-    def begin(self, bucket: Bucket) -> None:
-        """Tells the kernels where this step's gradients are. Refuses nothing."""
-
-    def pass1(self, bucket: Bucket) -> Tensor:
-        """Returns (grad_sq, carried, fresh), see `Sums`. With amsgrad the latter two mean nothing."""
-
-    def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        """Returns the sum of v^ after this step, for amsgrad, whose maxima have no recursion."""
-
-    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
-        """Returns (sum, weight, count) without reading gradients.
-
-        Of v^ as it is, over tensors that have taken a step; or of what v^ after this step has of the steps before, over
-        tensors with a gradient, together with the weight that evenly spread squared gradients have in it.
-        """
-
-    def pass2(
-        self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
-    ) -> Tensor:
-        """Advances parameters, masters, moments, `bucket.steps` and `bucket.sums`. Returns grad_sq if asked for."""
-
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
-        """Takes both passes as one, of a bucket that is the whole model. Returns (exp_avg_sq_mean, grad_norm, skip), or
-        None where the passes must be taken one by one, having done nothing."""
-
-    def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
-        """Returns by tensor the `bucket.sums` that `pass2` leaves, bit for bit, from what is stored."""
 
 
 @cache
@@ -95,10 +46,20 @@ HOW_TO_GET_TRITON = (
 )
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
-    """The backend that serves tensors of this device and (real) dtype, and how `repr` describes it."""
-    backend, why = _chosen(name, device, dtype)
-    return backend, why or backend.description(device)
+def choose(param: Tensor, options: Options) -> Backend:
+    """Returns the backend that steps a parameter."""
+    return _chosen(_name_for(param, options), param.device, param.dtype.to_real())[0]
+
+
+def describe(param: Tensor, options: Options) -> str:
+    """Returns how `repr` describes the backend that steps a parameter."""
+    backend, why = _chosen(_name_for(param, options), param.device, param.dtype.to_real())
+    return why or backend.description(param.device)
+
+
+def _name_for(param: Tensor, options: Options) -> str:
+    # Where there is no memory nothing is computed, and only plain operations know what comes out.
+    return "torch" if is_fake(param) and not param.is_meta else options.backend
 
 
 @cache

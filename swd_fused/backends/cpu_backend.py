@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,30 +11,36 @@ import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
-from swd_fused.backends.address_table import int64s
-from swd_fused.schedule import Gate
+from swd_fused.core.bucket import Bucket
+from swd_fused.core.schedule import Gate
+from swd_fused.devices.transfer import int64s
 from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
-from swd_fused.tensors.bucket import Bucket
 
 ops = torch.ops.swd_fused
 HEADER = 6  # numbers of a description before the gradients' addresses
 STEP, UPDATE = ops.step_.default, ops.update_.default
 
 
-class Operands:
+class CpuPlan:
     """Where a bucket's tensors are, and how they lie in memory: see csrc/cpu/operands.h."""
 
+    copies: Sequence[Tensor] = ()
+
     def __init__(self, bucket: Bucket) -> None:
-        lists = bucket.params, *bucket.state_tensors, bucket.grads_or_params
+        lists = bucket.params, *bucket.state, bucket.grads_or_params
         numbers = _numbers(bucket), _block_numbers(bucket)
         self.numbers = array("q", ops.description(*lists, bucket.groups, bucket.tensor_ids, *numbers).tolist())
         self.grads = slice(HEADER, HEADER + len(bucket.params))  # where their addresses are written in each step
         self.description = torch.frombuffer(self.numbers, dtype=torch.int64)
 
+    def for_capture(self) -> CpuPlan:
+        return self
+
 
 class CpuBackend:
     is_capturable = False
     is_atomic = True
+    counts_writes = False
 
     def description(self, device: torch.device) -> str:
         return "cpu"
@@ -44,11 +50,11 @@ class CpuBackend:
         ops.advise_huge_pages(moment)
         return moment.zero_()
 
-    def describe(self, bucket: Bucket) -> None:
-        bucket.plan = Operands(bucket)
+    def plan(self, bucket: Bucket) -> CpuPlan:
+        return CpuPlan(bucket)
 
     def begin(self, bucket: Bucket) -> None:
-        plan = bucket.plan
+        plan: CpuPlan = bucket.plan
         plan.numbers[plan.grads] = array("q", bucket.grad_addresses)
 
     def pass1(self, bucket: Bucket) -> Tensor:
@@ -78,7 +84,7 @@ class CpuBackend:
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor:
         sums = bucket.known_sums() if bucket.sums is None else bucket.sums
-        max_grad_norm, *scaling = gate
+        max_grad_norm, *scaling, _ = gate
         scalars = bucket.hyper.table, max_grad_norm, lagged, *scaling, bucket.options.seed
         results: Tensor = STEP(sums, bucket.steps, bucket.plan.description, *scalars)
         torch._C._increment_version(bucket.written)  # what torch.autograd.graph.increment_version calls
@@ -88,7 +94,7 @@ class CpuBackend:
         columns = [0] * len(bucket.params) if bucket.coded else []
         for index in bucket.coded:
             columns[index] = _columns(bucket, index)
-        sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged, bucket.exp_avg_sq_scales, columns)
+        sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged, bucket.state.exp_avg_sq_scales, columns)
         return sums
 
 

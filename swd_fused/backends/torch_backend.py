@@ -1,4 +1,4 @@
-"""AdamS in plain PyTorch, on any device: the fallback, and the paper's algorithm 2 to be read beside it.
+"""AdamS in plain PyTorch, on any device: the paper's algorithm 2, to be read beside it.
 
     the paper                                      here
     g  = gradient of the loss                      grad, times grad_factor (the inverse loss scale, and clipping)
@@ -8,35 +8,52 @@
     v^ = v / (1 - b2^t)                            bias_correction2 is 1 - b2^t
     v_ = mean(v^)                                  exp_avg_sq_mean, over all tensors, from the sums of `pass1`
     p  = p - lr / (sqrt(v^) + eps) m^              param, in `update_`
-           - lr / (sqrt(v_) + eps) lambda p        decay_factor, by which p is multiplied, in schedule.py;
+           - lr / (sqrt(v_) + eps) lambda p        decay_factor, by which p is multiplied;
                                                    if cautious, where the update has the sign of p
 
 The mean must be known before the first tensor is written. For it `pass1` does not compute v, except for amsgrad: the
 sum of v over a tensor is b2 times the sum that `pass2` of the step before has left, plus (1 - b2) times that of g^2.
+
+One tensor is updated after the other, and a large one piece by piece, so that no temporary is as large as the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swd_fused.backends.torch_batches import Batch, batches
-from swd_fused.backends.torch_eight_bit import decoded, sums_of_coded
-from swd_fused.backends.torch_fused_kernel import FusedKernel
-from swd_fused.backends.torch_operands import Operands, in_dtypes_of, widened
-from swd_fused.backends.torch_sums import row_sums, sums_by_tensor, sums_of_elements, sums_of_squares
-from swd_fused.schedule import Gate, bias_correction, bias_corrections, decay_factor
-from swd_fused.state.rounding import rounding_keys
-from swd_fused.tensors.bucket import Bucket
-from swd_fused.tensors.hyper import HyperRow
+from swd_fused.core.bucket import Bucket
+from swd_fused.core.schedule import Gate
+from swd_fused.core.values import HyperRow
+from swd_fused.decay import decay_factor
+from swd_fused.devices.transfer import scalar_dtype
+from swd_fused.state import eight_bit
+from swd_fused.state.eight_bit import BLOCK, blocks_of_row
+from swd_fused.state.masters import joined, split
+from swd_fused.state.rounding import rounding_keys, stochastically_rounded
+
+# Elements of a piece. On the CPU temporaries then need no fresh pages, which for a large tensor cost more than the
+# whole update; smaller pieces lost more to the operators' own overhead (2^17: 1.4 times as long).
+CPU_PIECE = 1 << 20
+DEVICE_PIECE = 1 << 26
+
+
+class TorchPlan:
+    """Keeps nothing: tensors are taken as they are."""
+
+    copies: Sequence[Tensor] = ()
+
+    def for_capture(self) -> TorchPlan:
+        return self
 
 
 class TorchBackend:
     is_capturable = False
     is_atomic = False
+    counts_writes = True
 
     def description(self, device: torch.device) -> str:
         return "torch"
@@ -44,31 +61,29 @@ class TorchBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def describe(self, bucket: Bucket) -> None:
-        bucket.plan = FusedKernel(bucket)
+    def plan(self, bucket: Bucket) -> TorchPlan:
+        return TorchPlan()
 
     def begin(self, bucket: Bucket) -> None:
-        pass
+        """Has nothing to prepare."""
 
     def pass1(self, bucket: Bucket) -> Tensor:
-        beta2 = by_tensor(bucket, "beta2")
-        bias_correction2 = bias_correction(beta2, by_tensor(bucket, "corrects_bias"), bucket.steps + 1)
+        beta2 = bucket.hyper.column("beta2")[bucket.groups]
+        bias_correction2 = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
         grad_sq = sums_of_squares(bucket.grads, bucket.device)
         carried = torch.where(bucket.has_grad, beta2 * bucket.known_sums() / bias_correction2, 0.0)
         fresh = (1 - beta2) * grad_sq / bias_correction2
         return torch.stack([grad_sq, carried, fresh]).sum(1)
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
-        parts = []
-        for batch in batches_with_grad(bucket):
-            stored = decoded(bucket, "exp_avg_sq", batch) if batch.is_coded else widened(batch.of(bucket.exp_avg_sqs))
-            exp_avg_sqs = [exp_avg_sq.clone() for exp_avg_sq in stored]
-            grads = scaled_grads(bucket, batch, grad_factor)
-            advance_exp_avg_sqs_(exp_avg_sqs, grads, bucket.hyper.rows[batch.group])
-            maxima = torch._foreach_maximum(exp_avg_sqs, widened(batch.of(bucket.max_exp_avg_sqs)))
-            parts.append((batch.indices, torch.cat([row_sums(maximum.reshape(1, -1)) for maximum in maxima])))
-        _, bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)
-        return (sums_by_tensor(parts, len(bucket.params), bucket.device) / bias_correction2).sum()
+        sums = torch.zeros_like(bucket.known_sums())
+        for index, grad in present_grads(bucket):
+            row = bucket.hyper.rows[bucket.group_indices[index]]
+            for piece in pieces_of(bucket, index):
+                exp_avg_sq = piece.exp_avg_sq().clone()
+                advance_exp_avg_sq_(exp_avg_sq, scaled(piece.of(grad), grad_factor, row), row)
+                sums[index] += sum_of(torch.maximum(exp_avg_sq, piece.averaged()))
+        return (sums / bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)).sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         return bucket.carried_sums(after_this_step)
@@ -79,58 +94,80 @@ class TorchBackend:
         grad_sq = sums_of_squares(bucket.grads, bucket.device).sum() if sum_grads else exp_avg_sq_mean
         if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
             return grad_sq
+        sums = bucket.known_sums()
         bucket.steps += bucket.has_grad
-        decay_factors = decay_factor(exp_avg_sq_mean, bucket.hyper)
-        done = bucket.plan.update(bucket, decay_factors, grad_factor)
-        if len(done) < len(bucket.present_grads):
-            update_plainly(bucket, done, decay_factors, grad_factor)
-        sums = sums_of_averaged(bucket, bucket.present)
-        bucket.sums = sums if bucket.has_all_grads else torch.where(bucket.has_grad, sums, bucket.known_sums())
-        bucket.has_counted_writes = True
+        hyper, decay_factors = bucket.hyper, decay_factor(exp_avg_sq_mean, bucket.hyper.column)
+        keys = rounding_keys(bucket.options.seed, bucket.tensor_ids, bucket.steps)
+        # Bias is corrected in scalars: lr m^ / (sqrt(v^) + eps) is (lr sqrt(c2) / c1) m / (sqrt(v) + sqrt(c2) eps).
+        bias_correction1 = hyper.bias_correction("beta1", bucket.groups, bucket.steps)
+        root = hyper.bias_correction("beta2", bucket.groups, bucket.steps).sqrt()
+        step_sizes = -(hyper.column("lr")[bucket.groups] * root / bias_correction1)
+        epss = hyper.column("eps")[bucket.groups] * root
+        for index, grad in present_grads(bucket):
+            group = bucket.group_indices[index]
+            scalars = Scalars(hyper.rows[group], decay_factors[group], step_sizes[index], epss[index])
+            sums[index] = 0.0
+            for piece in pieces_of(bucket, index):
+                operands = piece.operands()
+                update_(operands, scaled(piece.of(grad), grad_factor, scalars.row), scalars)
+                piece.store(operands, keys[index])
+                sums[index] += sum_of(piece.averaged())
         return grad_sq
 
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
         return None
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
-        return sums_of_averaged(bucket, [True] * len(bucket.params))
+        sums = torch.zeros(len(bucket.params), dtype=scalar_dtype(bucket.device), device=bucket.device)
+        for index in range(len(bucket.params)):
+            for piece in pieces_of(bucket, index):
+                sums[index] += sum_of(piece.averaged())
+        return sums
 
 
 # --- The update of an element
 
 
-def update_(
-    tensors: Operands,
-    grads: list[Tensor],
-    row: HyperRow,
-    decay_factor: Tensor,
-    step_sizes: list[Tensor],
-    epss: list[Tensor],
-) -> None:
-    """Updates tensors of one parameter group in place, all in the dtype of the second moment.
+class Operands(NamedTuple):
+    """The tensors of an update, in the dtype of the second moment: those of the state, or copies of them."""
 
-    Bias is corrected in scalars: with c1 = 1 - b1^t and c2 = 1 - b2^t, the paper's lr m^ / (sqrt(v^) + eps) is
-    (lr sqrt(c2) / c1) m / (sqrt(v) + sqrt(c2) eps). So `step_sizes` are -lr sqrt(c2) / c1, and `epss` sqrt(c2) eps.
-    """
-    params, exp_avgs, exp_avg_sqs, maxima = tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.maxima
+    param: Tensor  # or its master
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    maximum: Tensor | None  # with amsgrad
+
+
+class Scalars(NamedTuple):
+    """The scalars of an update, on the device but for the row of the parameter group."""
+
+    row: HyperRow
+    decay_factor: Tensor
+    step_size: Tensor
+    eps: Tensor
+
+
+def update_(tensors: Operands, grad: Tensor, scalars: Scalars) -> None:
+    """Updates one tensor, or a piece of it, in place."""
+    param, exp_avg, exp_avg_sq, maximum = tensors
+    row, decay_factor, step_size, eps = scalars
     if row.l2:
-        grads = list(torch._foreach_add(grads, params, alpha=row.l2))
-    grads = in_dtypes_of(exp_avg_sqs, grads)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - row.beta1)
-    advance_exp_avg_sqs_(exp_avg_sqs, grads, row)
-    if maxima:
-        torch._foreach_maximum_(maxima, exp_avg_sqs)
-    denoms = torch._foreach_sqrt(maxima or exp_avg_sqs)
-    torch._foreach_add_(denoms, epss)
-    if row.cautious:
-        torch._foreach_mul_(params, list(map(partial(cautious_factors, decay_factor), params, exp_avgs)))
-    else:
-        torch._foreach_mul_(params, [decay_factor] * len(params))
-    torch._foreach_addcmul_(params, torch._foreach_div(exp_avgs, denoms), step_sizes)
+        grad = grad.add(param, alpha=row.l2)
+    grad = grad.to(exp_avg_sq.dtype)
+    exp_avg.lerp_(grad, 1 - row.beta1)
+    advance_exp_avg_sq_(exp_avg_sq, grad, row)
+    if maximum is not None:
+        torch.maximum(maximum, exp_avg_sq, out=maximum)
+    denom = (exp_avg_sq if maximum is None else maximum).sqrt().add_(eps)
+    param.mul_(cautious_factor(decay_factor, param, exp_avg) if row.cautious else decay_factor)
+    param.addcmul_(exp_avg / denom, step_size)
 
 
-def cautious_factors(decay_factor: Tensor, param: Tensor, exp_avg: Tensor) -> Tensor:
-    """Returns what a parameter is multiplied by if it decays only where the update does not point away from zero.
+def advance_exp_avg_sq_(exp_avg_sq: Tensor, grad: Tensor, row: HyperRow) -> None:
+    exp_avg_sq.mul_(row.beta2).addcmul_(grad, grad, value=1 - row.beta2)
+
+
+def cautious_factor(decay_factor: Tensor, param: Tensor, exp_avg: Tensor) -> Tensor:
+    """Returns the factor of a parameter that decays only where the update does not point away from zero.
 
     The update has exp_avg's sign. Both signs are looked at: the product of two small numbers would be zero.
     """
@@ -138,58 +175,163 @@ def cautious_factors(decay_factor: Tensor, param: Tensor, exp_avg: Tensor) -> Te
     return torch.where(agrees, decay_factor.to(param.dtype), 1.0)
 
 
-def advance_exp_avg_sqs_(exp_avg_sqs: list[Tensor], grads: list[Tensor], row: HyperRow) -> None:
-    torch._foreach_mul_(exp_avg_sqs, row.beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - row.beta2)
-
-
-def update_plainly(bucket: Bucket, done: set[int], decay_factors: Tensor, grad_factor: Tensor | None) -> None:
-    """Updates tensors that have a gradient, but for those that are done. Step counts are advanced already."""
-    bias_correction1, bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps)
-    root = bias_correction2.sqrt()
-    step_sizes = (by_tensor(bucket, "lr") * root / bias_correction1).neg().unbind()
-    epss = (by_tensor(bucket, "eps") * root).unbind()
-    keys: Sequence[Tensor] = ()
-    if bucket.options.stochastic_rounding or bucket.coded:
-        keys = rounding_keys(bucket.options.seed, bucket.tensor_ids, bucket.steps).unbind()
-    for batch in batches_with_grad(bucket, done):
-        tensors = Operands(bucket, batch)
-        update_(
-            tensors,
-            scaled_grads(bucket, batch, grad_factor),
-            bucket.hyper.rows[batch.group],
-            decay_factors[batch.group],
-            [step_sizes[index] for index in batch.indices],
-            [epss[index] for index in batch.indices],
-        )
-        tensors.store(keys)
-
-
-def batches_with_grad(bucket: Bucket, done: Collection[int] = ()) -> Iterator[Batch]:
-    left = [index for index, grad in enumerate(bucket.grads) if grad is not None and index not in done]
-    return batches(bucket.params, left, bucket.group_indices, bucket.block_numbers)
-
-
-def scaled_grads(bucket: Bucket, batch: Batch, grad_factor: Tensor | None) -> list[Tensor]:
-    """Returns gradients as the paper has them: unscaled, clipped, and of what is to be minimized."""
-    grads = widened(batch.of(bucket.grads))  # type: ignore[arg-type]  # batches have only tensors with a gradient
-    sign = bucket.hyper.rows[batch.group].sign
+def scaled(grad: Tensor, grad_factor: Tensor | None, row: HyperRow) -> Tensor:
+    """Returns a gradient as the paper has it: unscaled, clipped, and of a function that is to be minimized."""
+    grad = widened(grad)
     if grad_factor is not None:
-        return list(torch._foreach_mul(grads, [grad_factor * sign] * len(grads)))
-    return list(torch._foreach_neg(grads)) if sign < 0 else grads
+        return grad * (grad_factor * row.sign)
+    return -grad if row.sign < 0 else grad
 
 
-def by_tensor(bucket: Bucket, column: str) -> Tensor:
-    return bucket.hyper.column(column)[bucket.groups]
+# --- Pieces of tensors, and how they are stored
 
 
-def sums_of_averaged(bucket: Bucket, wanted: list[bool]) -> Tensor:
-    """Returns the sums of v by tensor, or of its maxima with amsgrad; 0 for those that are not wanted."""
-    coded = [] if bucket.amsgrad else [index for index in bucket.coded if wanted[index]]
-    plain = [v if is_wanted else None for v, is_wanted in zip(bucket.averaged, wanted, strict=True)]
-    for index in coded:
-        plain[index] = None
-    parts = sums_of_elements(plain)
-    if coded:
-        parts.append((coded, sums_of_coded(bucket, coded)))
-    return sums_by_tensor(parts, len(bucket.params), bucket.device)
+def present_grads(bucket: Bucket) -> Iterator[tuple[int, Tensor]]:
+    return ((index, grad) for index, grad in enumerate(bucket.grads) if grad is not None)
+
+
+class Cut(NamedTuple):
+    """Names a part of a tensor: from `begin` to `begin + length` along `dim`."""
+
+    dim: int
+    begin: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(*self) if tensor.dim() else tensor
+
+
+class Piece:
+    """A part of a parameter and of its state, as views of what is stored."""
+
+    def __init__(self, bucket: Bucket, index: int, cut: Cut) -> None:
+        self._bucket, self._index, self._cut, state = bucket, index, cut, bucket.state
+        self._param = cut.of(bucket.params[index])
+        self._master = cut.of(state.masters[index]) if state.masters else None
+        self._exp_avg, self._exp_avg_sq = cut.of(state.exp_avgs[index]), cut.of(state.exp_avg_sqs[index])
+        self._maximum = cut.of(state.max_exp_avg_sqs[index]) if bucket.amsgrad else None
+        self._scales: list[Tensor] = []  # of both moments, where these are 8-bit codes
+        if index in bucket.block_numbers:
+            rows = cut if self._param.dim() > 1 else Cut(0, cut.begin // BLOCK, blocks_of_row(cut.length))
+            self._scales = [rows.of(scales[index]) for scales in (state.exp_avg_scales, state.exp_avg_sq_scales)]
+            self._blocks = rows
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return self._cut.of(tensor)
+
+    def exp_avg(self) -> Tensor:
+        """Returns the first moment in at least 32 bits."""
+        return eight_bit.decoded("exp_avg", self._exp_avg, self._scales[0]) if self._scales else widened(self._exp_avg)
+
+    def exp_avg_sq(self) -> Tensor:
+        """Returns the second moment in at least 32 bits."""
+        if self._scales:
+            return eight_bit.decoded("exp_avg_sq", self._exp_avg_sq, self._scales[1])
+        return widened(self._exp_avg_sq)
+
+    def averaged(self) -> Tensor:
+        """Returns the part of v^ whose mean is the schedule."""
+        return self.exp_avg_sq() if self._maximum is None else widened(self._maximum)
+
+    def operands(self) -> Operands:
+        exp_avg_sq = self.exp_avg_sq()
+        dtype = exp_avg_sq.dtype
+        weight = self._param if self._master is None else self._master
+        if weight.dtype == torch.int16:
+            weight = joined(self._param, weight)
+        maximum = None if self._maximum is None else self._maximum.to(dtype)
+        return Operands(weight.to(dtype), self.exp_avg().to(dtype), exp_avg_sq, maximum)
+
+    def store(self, operands: Operands, rounding_key: Tensor) -> None:
+        """Rounds what was computed to how it is kept, once."""
+        if self._scales:
+            self._encode(operands, rounding_key)
+        else:
+            keep(self._exp_avg, operands.exp_avg)
+            keep(self._exp_avg_sq, operands.exp_avg_sq)
+        if self._maximum is not None and operands.maximum is not None:
+            keep(self._maximum, operands.maximum)
+        weight = operands.param
+        if self._master is not None:
+            if self._master.dtype == torch.int16:
+                weight, remainder = split(weight.to(torch.float32))
+                keep(self._master, remainder)
+            else:
+                keep(self._master, weight)
+        elif self._bucket.options.stochastic_rounding and self._param.dtype == torch.bfloat16:
+            numbers = self._bucket.element_numbers[self._index]
+            numbers = numbers.from_index(self._cut.dim, self._cut.begin) if self._param.dim() else numbers
+            weight = stochastically_rounded(weight, rounding_key, numbers)
+        keep(self._param, weight)
+
+    def _encode(self, operands: Operands, rounding_key: Tensor) -> None:
+        """Stores both moments in 8 bits, stochastically rounded."""
+        numbers, (_, begin, length) = self._bucket.block_numbers[self._index], self._blocks
+        device = self._param.device
+        if self._param.dim() > 1:
+            blocks = numbers.of_rows(begin, begin + length, self._scales[0].shape[1], device)
+        else:
+            blocks = numbers._replace(first=numbers.first + begin).of_rows(0, 1, length, device)
+        noises = eight_bit.noise_of_blocks(eight_bit.moment_keys(rounding_key), blocks)
+        stored = (self._exp_avg, self._scales[0]), (self._exp_avg_sq, self._scales[1])
+        for key, noise, tensors in zip(("exp_avg", "exp_avg_sq"), noises, stored, strict=True):
+            for tensor, value in zip(tensors, eight_bit.encoded(key, getattr(operands, key), noise), strict=True):
+                tensor.copy_(value)
+
+
+def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
+    """Cuts a parameter and its state. One whose moments are in 8 bits is cut between rows, or blocks of a vector."""
+    param = bucket.params[index]
+    if index in bucket.block_numbers:
+        for rows, _ in eight_bit.pieces(param.shape, limit_of(param)):
+            yield Piece(bucket, index, Cut(0, rows.start, min(rows.stop, param.shape[0]) - rows.start))
+    else:
+        for cut in cuts_of(param):
+            yield Piece(bucket, index, cut)
+
+
+def cuts_of(tensor: Tensor) -> Iterator[Cut]:
+    """Cuts a tensor along its longest dimension. An empty one has no parts."""
+    numel, length = tensor.numel(), max(tensor.shape, default=1)
+    if numel:
+        dim = tensor.shape.index(length) if tensor.dim() else 0
+        step = max(1, limit_of(tensor) * length // numel)
+        for begin in range(0, length, step):
+            yield Cut(dim, begin, min(step, length - begin))
+
+
+def limit_of(tensor: Tensor) -> int:
+    return CPU_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Returns a tensor in at least 32 bits: itself, if it has them."""
+    return tensor.float() if tensor.dtype.itemsize < torch.float32.itemsize else tensor
+
+
+def keep(stored: Tensor, value: Tensor) -> None:
+    """Stores a value unless it is what is stored."""
+    if stored is not value:
+        stored.copy_(value)
+
+
+# --- Sums, in float64 where the device has it
+
+
+def sum_of(values: Tensor) -> Tensor:
+    return values.sum(dtype=scalar_dtype(values.device))
+
+
+def sums_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Returns the sum of each tensor's squared elements, 0 where there is none.
+
+    In float64 no square is out of range, and equal numbers are added as exactly as others: torch's own norm of 2^20
+    equal numbers in float32 is off by 4e-4.
+    """
+    dtype = scalar_dtype(device)
+    sums = torch.zeros(len(tensors), dtype=dtype, device=device)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            for cut in cuts_of(tensor):
+                sums[index] += cut.of(tensor).to(dtype, copy=True).square_().sum()
+    return sums

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swd_fused.devices.transfer import scalar_dtype, to_device
 from swd_fused.distributed.sharding import Sharding
-from swd_fused.tensors.hyper import scalar_dtype
-from swd_fused.tensors.transfer import to_device
 
 
 class Collective:

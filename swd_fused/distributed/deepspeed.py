@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from swd_fused.distributed.sharding import ShardedOver
-from swd_fused.optimizer import FusedAdamS
 
 
 def follow(engine: Any) -> None:
@@ -18,6 +17,8 @@ def follow(engine: Any) -> None:
 
     Clipping is the engine's: `gradient_clipping` in its config.
     """
+    from swd_fused.optimizer import FusedAdamS
+
     zero = engine.optimizer
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, FusedAdamS) or not hasattr(zero, "_global_grad_norm"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from swd_fused.distributed.sharding import local_tensor
-from swd_fused.optimizer import FusedAdamS
+
+if TYPE_CHECKING:
+    from swd_fused.optimizer import FusedAdamS
 
 
 def found_inf_on_all_ranks(found_inf: Tensor, optimizer: FusedAdamS) -> Tensor:
@@ -30,6 +33,8 @@ class MeshGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        from swd_fused.optimizer import FusedAdamS
+
         if not isinstance(optimizer, FusedAdamS):
             raise TypeError(f"MeshGradScaler got a {type(optimizer).__name__}, wanted a FusedAdamS.")
         grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused import schedule
+from swd_fused import decay
 from swd_fused.backends import sums_of_squares
+from swd_fused.decay.warning import DecayWarning
+from swd_fused.devices.transfer import from_host, is_fake, scalar_dtype, to_device
 from swd_fused.paper.wrapped_groups import (
     DECOUPLED,
     LAMBDA,
@@ -25,9 +27,6 @@ from swd_fused.paper.wrapped_groups import (
     schedule_groups,
     take_over,
 )
-from swd_fused.step.decay_warning import DecayWarning
-from swd_fused.tensors.hyper import Hyper, hyper_row, scalar_dtype
-from swd_fused.tensors.transfer import from_host, is_fake, to_device
 from swd_fused.user_warning import warn_user
 
 # What optimizers call the running average of squared gradients, without bias correction: Adam, and the Ranger family.
@@ -120,7 +119,8 @@ class ScheduledWeightDecay(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._decay_warning.warn()
+        if self._decay_warning.is_due:
+            self._decay_warning.speak(())
         self._share()
         with decaying(self._decay()):
             self.optimizer.step()
@@ -134,18 +134,18 @@ class ScheduledWeightDecay(Optimizer):
         if not any(with_grad):
             return []
         self.exp_avg_sq_mean = mean = self._new_mean(with_grad)
-        hyper = self._hyper()
         left = self._groups_left_to_it(with_grad)
-        factors = schedule.decay_factor(mean, hyper).unbind()
+        factors = decay.decay_factor(mean, self._columns().__getitem__).unbind()
         for index, params in enumerate(with_grad):
             if self.param_groups[index][LAMBDA] != 0 and index not in left:
                 _multiply(params, factors[index])
-        self._decay_warning.note(mean, schedule_groups(self.param_groups))
+        groups = schedule_groups(self.param_groups)
+        self._decay_warning.look_at(mean, groups, max(average.step for average in self._averages.values()))
         if not left:
             return []
+        decays = self.effective_weight_decay()
         # With lr=0 it may be infinite, and times 0 that is NaN.
-        decays = torch.where(hyper.column("lr") > 0, schedule.effective_weight_decay(mean, hyper), 0.0).tolist()
-        return [(self.param_groups[index], decays[index]) for index in left]
+        return [(self.param_groups[index], decays[index] if groups[index]["lr"] > 0 else 0.0) for index in left]
 
     def _groups_left_to_it(self, with_grad: list[list[Tensor]]) -> list[int]:
         """Returns the groups that torch's fused Adam can decay as it updates them: that saves reading and writing all
@@ -192,21 +192,26 @@ class ScheduledWeightDecay(Optimizer):
         self._averages.update(averages)
         return total / max(1, sum(_elements(param) for params in with_grad for param in params))
 
-    def _hyper(self) -> Hyper:
-        groups = schedule_groups(self.param_groups)
-        hyper = Hyper([hyper_row(group, "scheduled") for group in groups], self.exp_avg_sq_mean.device)
-        for index, group in enumerate(groups):
-            if isinstance(group["lr"], Tensor):
-                hyper.set_lr(index, group["lr"])
-        return hyper
+    def _columns(self) -> dict[str, Tensor]:
+        """Returns what `decay.decay_factor` is to know of the groups, on the mean's device."""
+        device, groups = self.exp_avg_sq_mean.device, schedule_groups(self.param_groups)
+        lrs = [group["lr"] for group in groups]
+        numbers = [-1.0 if isinstance(lr, Tensor) else max(0.0, lr) for lr in lrs]
+        rows = [{**decay.columns(group, lr), "eps": group["eps"]} for group, lr in zip(groups, numbers, strict=True)]
+        table = torch.tensor([list(row.values()) for row in rows], dtype=scalar_dtype(device), device="cpu")
+        columns = dict(zip(rows[0], from_host(table, device).unbind(1), strict=True))
+        for index, lr in enumerate(lrs):
+            if isinstance(lr, Tensor):
+                columns["decay_lr"][index] = to_device(lr.detach().reshape(()), device).clamp(min=0)
+        return columns
 
     def effective_weight_decay(self) -> list[float]:
         """For each group, the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        decay = schedule.effective_weight_decay(self.exp_avg_sq_mean, self._hyper())
-        return torch.where(self.exp_avg_sq_mean.isnan(), self.exp_avg_sq_mean, decay).tolist()
+        mean, groups = float(self.exp_avg_sq_mean), schedule_groups(self.param_groups)
+        return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
     # --- State
 

@@ -81,6 +81,10 @@ def schedule_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "weight_decay": group[LAMBDA],
             "max_decay": group[MOST],
             "maximize": False,
+            "decay": "scheduled",
+            "adamw_weight_decay": None,
+            "corrected_decay": False,
+            "cautious_decay": False,
         }
         for group in groups
     ]
@@ -88,7 +92,7 @@ def schedule_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def decaying(groups: Sequence[tuple[dict[str, Any], float]]) -> Iterator[None]:
-    """Has the wrapped optimizer decay groups by these values, decoupled, as long as this lasts."""
+    """Makes the wrapped optimizer decay groups by these values, decoupled, as long as this lasts."""
     before = [(group, group["weight_decay"], group[DECOUPLED]) for group, _ in groups]
     try:
         for group, decay in groups:

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from swd_fused.decay.loading import kept_decay
+from swd_fused.devices.transfer import is_fake
 from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
-from swd_fused.options import MASTER, REMAINDER, Options
+from swd_fused.options import MASTER, REMAINDER, Options, check_group
 from swd_fused.state import moments
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
-from swd_fused.state.loaded_decay import kept_decay
 from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
-from swd_fused.tensors.group_checks import check_group
-from swd_fused.tensors.transfer import is_fake
+from swd_fused.state.operands import KEYS, StateColumns
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
-    from swd_fused.backends import Backend
+    from swd_fused.core.backend import Backend
 
 REQUIRED = ("step", "exp_avg", "exp_avg_sq")
 
@@ -98,30 +98,43 @@ def _as_maxima(param: Tensor, state: Mapping[str, Any], backend: Backend) -> Ten
     return sharded_like(param, backend.new_moment(local_tensor(param), values.dtype, param.device).copy_(values))
 
 
-def check_state(param: Tensor, tensors: Iterable[Tensor], scales: Iterable[Tensor] = ()) -> None:
-    """Refuses state that does not fit its parameter, before a step writes to either."""
-    for shape, kind in ((tuple(param.shape), tensors), (scales_shape(param.shape), scales)):
-        for tensor in kind:
-            if tensor.shape != shape or tensor.device != param.device:
-                advice = (
-                    "After replacing a parameter by another one delete its state: del optimizer.state[param]."
-                    if tensor.shape != shape
-                    else "After moving a model let its state follow: optimizer.load_state_dict(optimizer.state_dict())."
-                )
+def check_stored(params: Sequence[Tensor], columns: StateColumns, coded: Sequence[int]) -> None:
+    """Refuses state that does not fit its parameter, before a step writes to either. `coded` are the places of
+    parameters whose moments are 8-bit codes."""
+    for name, column in columns._asdict().items():
+        if name in SCALES_OF_COLUMNS:
+            for index in coded:
+                _check_stored(params[index], column[index], scales_shape(params[index].shape))
+        else:
+            for param, tensor in zip(params, column, strict=bool(column)):
+                if tensor.shape != param.shape or tensor.device != param.device:
+                    _check_stored(param, tensor, tuple(param.shape))
+    for index in coded:
+        for name, dtype in CODED_COLUMNS.items():
+            tensor = getattr(columns, name)[index]
+            if tensor.dtype != dtype:
                 raise RuntimeError(
-                    f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now "
-                    f"has shape {tuple(param.shape)} on {param.device}, wanted {shape} there. {advice}"
+                    f"FusedAdamS has {KEYS[name][-1]} of {tensor.dtype}, wanted {dtype}, for a parameter of shape "
+                    f"{tuple(params[index].shape)}. Load the state anew, or start it afresh: del "
+                    "optimizer.state[param]."
                 )
 
 
-def check_codes(param: Tensor, found: Mapping[str, Tensor]) -> None:
-    """Refuses codes and scales that were converted to another dtype, before a step takes them for what they are not."""
-    for name, tensor in found.items():
-        if tensor.dtype != STORED_DTYPES[name]:
-            raise RuntimeError(
-                f"FusedAdamS has {name} of {tensor.dtype}, wanted {STORED_DTYPES[name]}, for a parameter of shape "
-                f"{tuple(param.shape)}. Load the state anew, or start it afresh: del optimizer.state[param]."
-            )
+SCALES_OF_COLUMNS = [name for name, keys in KEYS.items() if keys[0] in SCALES.values()]
+CODED_COLUMNS = {name: STORED_DTYPES[keys[-1]] for name, keys in KEYS.items() if keys[-1] in STORED_DTYPES}
+
+
+def _check_stored(param: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.device != param.device:
+        advice = (
+            "After replacing a parameter by another one delete its state: del optimizer.state[param]."
+            if tensor.shape != shape
+            else "After moving a model let its state follow: optimizer.load_state_dict(optimizer.state_dict())."
+        )
+        raise RuntimeError(
+            f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now has "
+            f"shape {tuple(param.shape)} on {param.device}, wanted {shape} there. {advice}"
+        )
 
 
 def with_separate_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ from swd_fused.state.masters import joined, remainder_of, split
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
-    from swd_fused.backends import Backend
+    from swd_fused.core.backend import Backend
 
 
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:

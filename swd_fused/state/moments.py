@@ -14,7 +14,7 @@ from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, CODES, SCALES, scales_shape
 
 if TYPE_CHECKING:
-    from swd_fused.backends import Backend
+    from swd_fused.core.backend import Backend
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 CODED = ("exp_avg", "exp_avg_sq")  # those that may be: rounding up at random would make maxima grow

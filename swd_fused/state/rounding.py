@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swd_fused.tensors.element_numbers import ElementNumbers
+from swd_fused.state.element_numbers import ElementNumbers
 
 LOW_32_BITS = 0xFFFFFFFF
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.tensors import graphs
+from swd_fused.devices import graphs
 from tests.backends.test_gpu import MODES, warm_up
 from tests.device import DEVICE
 

@@ -10,7 +10,7 @@ import torch
 
 from swd_fused import backends
 from swd_fused.backends.cpu_backend import HEADER
-from swd_fused.tensors.hyper import HyperRow
+from swd_fused.core.values import HyperRow
 
 ops = torch.ops.swd_fused
 backends.load_cpu_backend()

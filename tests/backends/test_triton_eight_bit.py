@@ -16,9 +16,9 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from swd_fused.backends.triton.kernels import tables
 from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, segments_of
+from swd_fused.core import bucket
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES, BlockNumbers
-from swd_fused.tensors import bucket
 from tests.backends.triton_launches import launches
 
 BF16 = torch.bfloat16
@@ -281,7 +281,7 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(options: dict[str, Any], s
     assert torch.equal(rebuilt.sums, emitted)
     by_tensor = torch.zeros(len(SHAPES), dtype=torch.float64).index_add(0, rebuilt.segments[:, 0], emitted[:, 0])
     exact = [
-        eight_bit.sum_of_squares(averaged, bucket.exp_avg_sq_scales[i], torch.float64)
+        eight_bit.sum_of_squares(averaged, bucket.state.exp_avg_sq_scales[i], torch.float64)
         if averaged.dtype == torch.uint8
         else averaged.double().sum()
         for i, averaged in enumerate(bucket.averaged)

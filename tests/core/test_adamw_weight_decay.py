@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.step import adamw_terms
-from swd_fused.step.decay_warning import EARLY_STEPS
+from swd_fused.decay import calibration
+from swd_fused.decay.warning import EARLY_STEPS
 from tests.device import DEVICE
 from tests.runs import error, random_grads, random_params, run, to_numpy
 
@@ -140,7 +140,7 @@ def test_both_decay_and_none_are_refused(groups: list[dict[str, Any]], options: 
 def _when_skips_are_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host learns only when calibration ends, or is saved, what was skipped."""
     if request.param == "read at the end":
-        monkeypatch.setattr(adamw_terms, "is_fake", lambda skip: True)
+        monkeypatch.setattr(calibration, "is_fake", lambda skip: True)
 
 
 @pytest.mark.usefixtures("_when_skips_are_read")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.backends import torch_batches
-from swd_fused.tensors import bucket
-from swd_fused.tensors.element_numbers import ElementNumbers, element_numbers
+from swd_fused.backends import torch_backend
+from swd_fused.core import bucket
+from swd_fused.state.element_numbers import ElementNumbers, element_numbers
 from tests.runs import run
 
 SEED = 5
@@ -70,7 +70,7 @@ def wanted(numbers: ElementNumbers) -> np.ndarray:
 def test_bits_follow_from_the_row_major_index(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = wanted(ElementNumbers(0, (140, 28, 7, 1)))
     np.testing.assert_array_equal(rounded_up(backend, layout), expected)
-    monkeypatch.setattr(torch_batches, "CPU_BATCH", 100)  # in which the torch backend cuts pieces
+    monkeypatch.setattr(torch_backend, "CPU_PIECE", 100)  # in which the torch backend cuts pieces
     np.testing.assert_array_equal(rounded_up(backend, layout), expected)
 
 

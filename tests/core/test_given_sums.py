@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from swd_fused import FusedAdamS
-from swd_fused.tensors.description import backend_for
+from swd_fused.backends import choose
 from tests.definition import AdamS, wide
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
@@ -74,7 +74,7 @@ def test_a_given_sum_saves_the_first_pass(backend: str, monkeypatch: pytest.Monk
     params, grads, optimizer = prepared(backend)
     set_grads(params, grads[0])
     optimizer.step(grad_sumsq=sumsq(grads[0]))
-    chosen = type(backend_for(params[0], optimizer.options)[0])
+    chosen = type(choose(params[0], optimizer.options))
     for name in ("pass1", "step", "exp_avg_sq_sums", "pass1_amsgrad"):
         monkeypatch.setattr(chosen, name, None)
     set_grads(params, grads[1])

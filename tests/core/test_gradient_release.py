@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from swd_fused import FusedAdamS
-from swd_fused.step import release as gradient_release
-from swd_fused.tensors.description import backend_for
+from swd_fused.backends import choose
+from swd_fused.drivers import release as gradient_release
 from tests.device import DEVICE
 from tests.runs import is_interpreted, steps_for, sum_tolerance
 
@@ -147,7 +147,7 @@ def test_updates_are_gathered(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     optimizer = new_optimizer(model, backend)
     optimizer.release_gradients()
     train(model, optimizer, range(1))
-    kind = type(backend_for(model.late, optimizer.options)[0])
+    kind = type(choose(model.late, optimizer.options))
     calls, pass2 = [], kind.pass2
     monkeypatch.setattr(kind, "pass2", lambda self, bucket, *rest: calls.append(0) or pass2(self, bucket, *rest))
     loss_of(model, 2).backward()

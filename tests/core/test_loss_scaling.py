@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.tensors.transfer import to_device
+from swd_fused.devices.transfer import to_device
 from tests.device import DEVICE
 from tests.runs import GROUPS, SHAPES, fused, random_grads, random_params, run, steps_for, sum_tolerance
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from typing import Any
 
 import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.options import CHECKS, GROUP_DEFAULTS, Compatibility, GroupOptions, Options
+from swd_fused.options import (
+    COMPATIBILITY_CHECKS,
+    GLOBAL_CHECKS,
+    GROUP_CHECKS,
+    GROUP_DEFAULTS,
+    GROUP_OPTIONS,
+    Compatibility,
+    Options,
+)
 from tests.runs import random_grads, random_params, run
 
 OPTIONS = {**GROUP_DEFAULTS, "process_group": None, **Options._field_defaults}
@@ -36,14 +43,14 @@ def test_each_option_is_explained(name: str) -> None:
 
 
 def test_each_option_is_checked() -> None:
-    unchecked = [name for checks in CHECKS.values() for name, own in checks.items() if not own]
+    tables = GROUP_CHECKS, GLOBAL_CHECKS, COMPATIBILITY_CHECKS
+    unchecked = [name for checks in tables for name, own in checks.items() if not own]
     assert unchecked == ["process_group"], "which has no check in the table, since `ShardedOver` has it"
 
 
-@pytest.mark.parametrize("table", [GroupOptions, Options])
-def test_defaults_are_what_is_wanted(table: Any) -> None:
-    for name, default in table._field_defaults.items():
-        assert all(check.accepts(default) for check in CHECKS[table][name])
+def test_defaults_are_what_is_wanted() -> None:
+    for name, default in (GROUP_DEFAULTS | Options._field_defaults).items():
+        assert all(check.accepts(default) for check in (GROUP_CHECKS | GLOBAL_CHECKS)[name])
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS | Compatibility.__optional_keys__))
@@ -52,9 +59,8 @@ def test_nonsense_is_refused_by_the_constructor(name: str) -> None:
         FusedAdamS(random_params([(3,)]), **{name: object()})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", GroupOptions._fields)
+@pytest.mark.parametrize("name", GROUP_OPTIONS)
 def test_nonsense_in_a_group_is_refused_by_the_next_step(name: str) -> None:
-    """Also by the short way of `hyper_row`, which must not pass what it does not look at."""
     params = random_params([(3,)])
     optimizer = FusedAdamS(params)
     optimizer.param_groups[0][name] = object()

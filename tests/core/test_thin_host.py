@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, decay
+from swd_fused.core import stepper
+from swd_fused.core.snapshot import Snapshot
+from swd_fused.core.values import SCHEDULED, GroupValues
 from swd_fused.options import GROUP_OPTIONS
-from swd_fused.step import stepper
-from swd_fused.tensors.description import Description
-from swd_fused.tensors.hyper import SCHEDULED, GroupValues
 from tests.runs import random_grads, random_params, run
 
 SHAPES = [(20,), (30,), (7, 5)]
@@ -26,16 +26,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> list[Description]:
+def described(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
     """All descriptions, as they are made."""
-    made: list[Description] = []
+    made: list[Snapshot] = []
 
-    class Counted(Description):
+    class Counted(Snapshot):
         def __init__(self, *inputs: Any) -> None:
             super().__init__(*inputs)
             made.append(self)
 
-    monkeypatch.setattr(stepper, "Description", Counted)
+    monkeypatch.setattr(stepper, "Snapshot", Counted)
     return made
 
 
@@ -60,7 +60,7 @@ ORDINARY: dict[str, Callable[[FusedAdamS], object]] = {
 
 @pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("change", ORDINARY)
-def test_ordinary_training_needs_one_description(backend: str, change: str, described: list[Description]) -> None:
+def test_ordinary_training_needs_one_description(backend: str, change: str, described: list[Snapshot]) -> None:
     params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
     optimizer = FusedAdamS(params, backend=backend)
     run(params, grads[:2], optimizer)
@@ -83,7 +83,7 @@ def moved(state: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize("change", [replaced, moved])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"master_weights": True}], ids=str)
 def test_all_tensors_of_the_state_are_watched(
-    options: dict[str, Any], change: Callable[..., None], described: list[Description]
+    options: dict[str, Any], change: Callable[..., None], described: list[Snapshot]
 ) -> None:
     """Whatever keys there are: a tensor that is added to the state is watched too."""
     params = random_params(SHAPES, torch.bfloat16 if "master_weights" in options else torch.float32)
@@ -114,7 +114,7 @@ CHANGES: dict[str, Callable[[FusedAdamS, list[torch.nn.Parameter]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_kernels_rely_on_is_watched(change: str, described: list[Description]) -> None:
+def test_what_kernels_rely_on_is_watched(change: str, described: list[Snapshot]) -> None:
     params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
     optimizer = FusedAdamS([{"params": params[:2]}, {"params": params[2:]}], backend="cpu")
     run(params, grads[:2], optimizer)
@@ -148,14 +148,14 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("key", GROUP_OPTIONS)
 def test_all_entries_of_a_group_are_watched(key: str) -> None:
     optimizer = FusedAdamS(random_params(SHAPES))
-    values = GroupValues(optimizer.param_groups, "scheduled")
+    values = GroupValues(optimizer.param_groups, "scheduled", decay)
     table = values.on(CPU).table
     assert values.hold(optimizer.param_groups)
     optimizer.param_groups[0][key] = OTHER[key]
     holds = values.hold(optimizer.param_groups)
     assert holds == (key in SCHEDULED)
     if holds:  # it has followed, in the memory that kernels read
-        expected = GroupValues(optimizer.param_groups, "scheduled")
+        expected = GroupValues(optimizer.param_groups, "scheduled", decay)
         assert values.rows == values.on(CPU).rows == expected.rows
         assert values.on(CPU).table is table
         assert torch.equal(table, expected.on(CPU).table)
@@ -166,10 +166,10 @@ def test_all_entries_of_a_group_are_watched(key: str) -> None:
 )
 def test_only_plain_numbers_are_followed(numbers: dict[str, Any]) -> None:
     optimizer = FusedAdamS(random_params(SHAPES))
-    values = GroupValues(optimizer.param_groups, "scheduled")
+    values = GroupValues(optimizer.param_groups, "scheduled", decay)
     optimizer.param_groups[0].update(numbers)
     assert not values.hold(optimizer.param_groups)
-    assert not GroupValues([{**optimizer.param_groups[0], "lr": torch.tensor(0.1)}], "scheduled").hold(
+    assert not GroupValues([{**optimizer.param_groups[0], "lr": torch.tensor(0.1)}], "scheduled", decay).hold(
         [{**optimizer.param_groups[0], "lr": 0.1}]
     )
 

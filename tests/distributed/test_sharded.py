@@ -56,7 +56,7 @@ def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Rec
             optimizer.step()
         finally:
             dist.all_reduce = all_reduce
-        reduction = optimizer._stepper.step_before._reduction
+        reduction = optimizer._stepper._step_before._reduction
         travelling.append(0 if reduction is None else len(reduction._travelling))
 
     record = train(model, optimizer, part=part, step=step)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from swd_fused import FusedAdamS
-from swd_fused.step import release as gradient_release
+from swd_fused.drivers import release as gradient_release
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, Record, new_model, param_groups, train
 from tests.distributed.test_sharded import TP_PLAN, my_part

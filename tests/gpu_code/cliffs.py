@@ -39,7 +39,7 @@ from swd_fused import FusedAdamS, backends
 from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton import plan as triton_plan
 from swd_fused.backends.triton.operands import GRADS, Operands, columns_of, scales_of
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.core.bucket import Bucket
 
 from .emulated_step import EmulatedStep
 from .offline_compiler import CONFIGURATIONS, submit

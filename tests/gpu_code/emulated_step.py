@@ -11,21 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swd_fused import decay
 from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
+from swd_fused.core.bucket import NO_GRAD
+from swd_fused.core.values import hyper_row
+from swd_fused.options import GROUP_DEFAULTS
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns, scales_shape
 from swd_fused.state.rounding import rounding_start
-from swd_fused.tensors.bucket import NO_GRAD
-from swd_fused.tensors.hyper import hyper_row
 from tests.masters_definition import master_of
 
 from .offline_compiler import CONFIGURATIONS, submit
 from .ptx_emulator import Kernel, Memory, Statistics
 from .ptx_types import Array
 
-DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 5e-4, "max_decay": 0.1, "maximize": False}
+DEFAULTS = GROUP_DEFAULTS
 
 Change = Callable[[str], str]
 
@@ -88,7 +90,7 @@ class EmulatedStep:
             + self._put(np.concatenate([codecs.ravel(), self._tensor_table(groups).ravel()]), writable=False),
             "segments": self._put(np.array(self.segments, np.int64), writable=False),
             "program_segments": self._put(np.array(program_segments, np.int32), writable=False),
-            "hyper": self._put(np.array([hyper_row(row, "scheduled") for row in rows]), writable=False),
+            "hyper": self._put(np.array([hyper_row(row, decay) for row in rows]), writable=False),
             "limits": self._put(np.array(limits, np.float64), writable=False),
             "grad_scale": self._put(np.ones(1, np.float32)),
             "found_inf": self._put(np.zeros(1, np.float32)),

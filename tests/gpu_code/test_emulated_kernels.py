@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
+from swd_fused.state.element_numbers import ElementNumbers
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
-from swd_fused.tensors.element_numbers import ElementNumbers
 from tests.definition import WRONG, AdamS, AgreesElsewhere, AgreesWithAll, AgreesWithGradient, MeanOfStepBefore
 from tests.masters_definition import nearest
 from tests.runs import defined, error, fused, moments, random_grads, random_params

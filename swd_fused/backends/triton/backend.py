@@ -10,8 +10,8 @@ from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
 from swd_fused.backends.triton.plan import Plan
-from swd_fused.schedule import Gate, bias_corrections
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.core.bucket import Bucket
+from swd_fused.core.schedule import Gate
 
 # Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
 # a lagged run the first step, the first after a resume, and each that releases gradients are taken in passes. On
@@ -22,6 +22,7 @@ PASSES = kernels.lagged_step_kernel
 class TritonBackend:
     is_capturable = True
     is_atomic = True  # one launch
+    counts_writes = False
 
     def description(self, device: torch.device) -> str:
         if INTERPRETED:
@@ -31,8 +32,8 @@ class TritonBackend:
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
-    def describe(self, bucket: Bucket) -> None:
-        bucket.plan = Plan(bucket)
+    def plan(self, bucket: Bucket) -> Plan:
+        return Plan(bucket)
 
     def begin(self, bucket: Bucket) -> None:
         bucket.plan.begin(bucket)
@@ -63,7 +64,7 @@ class TritonBackend:
             total, count = last.sum(0).unbind()
             return torch.stack([total, torch.zeros_like(total), count])
         beta2 = bucket.hyper.column("beta2")[bucket.groups]
-        bias_correction2 = bias_corrections(bucket.hyper, bucket.groups, bucket.steps + 1)[1]
+        bias_correction2 = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
         weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
         sums = [
             part.sums[: part.n_segments, SUM.total] * weights[part.segments[:, SEGMENT.tensor]]

@@ -13,7 +13,7 @@ from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import THREADS, Launcher, resident_programs
 from swd_fused.backends.triton.parts import Dtypes
-from swd_fused.tensors.bucket import Bucket
+from swd_fused.core.bucket import Bucket
 
 # Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
 # registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
     stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
     adds_l2, cautious = bucket.options.decay == "l2", any(row.cautious for row in bucket.hyper.rows)
-    return Variant(bucket.amsgrad, bool(bucket.masters), stochastic, adds_l2, coded, cautious)
+    return Variant(bucket.amsgrad, bool(bucket.state.masters), stochastic, adds_l2, coded, cautious)
 
 
 @cache

@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swd_fused.backends.address_table import int64s
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.kernels.tables import CODEC, TENSOR
 from swd_fused.backends.triton.parts import ALIGNMENT
+from swd_fused.core.bucket import NO_GRAD, Bucket
+from swd_fused.devices.transfer import from_host, int64s
 from swd_fused.state.eight_bit import rows_and_columns, scales_shape
-from swd_fused.tensors.bucket import NO_GRAD, Bucket
-from swd_fused.tensors.transfer import from_host
+from swd_fused.state.operands import StateColumns
 
 GRADS = TENSOR.grad  # the column that is only read
+
+# The columns of the state that lie in memory as the parameter does, and those that do not.
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+WALKED = [name for name in StateColumns._fields if name not in SCALES]
 
 
 class Operands:
@@ -33,7 +37,7 @@ class Operands:
         self._codecs: Tensor | None = None
         self._copies: list[tuple[int, int, Tensor]] = []  # of which column's which tensor. It may be the user's to free
         self._set_up(bucket, [*columns_of(bucket), *scales_of(bucket)])
-        bucket.copies = [copy for _, _, copy in self._copies]
+        self.copies = [copy for _, _, copy in self._copies]
 
     def begin(self, bucket: Bucket) -> None:
         """Describes this step's gradients, if they are elsewhere than the last time, and fills the copies."""
@@ -54,8 +58,6 @@ class Operands:
         written = [(columns[column][tensor], copy) for column, tensor, copy in self._copies if column != GRADS]
         for tensor, copy in written:
             tensor.copy_(copy)
-        if written:
-            bucket.has_counted_writes = True
 
     def _set_up(self, bucket: Bucket, columns: list[list[Tensor]]) -> None:
         """Makes the table, all but the addresses of the gradients."""
@@ -117,13 +119,12 @@ class Operands:
 
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
-    """Returns lists of tensors in the order of the table's columns. The last two may be empty."""
-    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs
-    return [bucket.params, bucket.grads_or_params, *moments, bucket.masters]
+    """Returns lists of tensors in the order of the table's columns. Some may be empty."""
+    return [bucket.params, bucket.grads_or_params, *(getattr(bucket.state, name) for name in WALKED)]
 
 
 def scales_of(bucket: Bucket) -> list[list[Tensor]]:
-    return [bucket.exp_avg_scales, bucket.exp_avg_sq_scales]
+    return [getattr(bucket.state, name) for name in SCALES]
 
 
 def codec_table(bucket: Bucket, scales: list[list[Tensor]]) -> Tensor:

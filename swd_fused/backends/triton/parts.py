@@ -11,9 +11,9 @@ import torch
 
 from swd_fused.backends.triton.kernels.tables import SLOT, SUM
 from swd_fused.backends.triton.launch import BLOCK
+from swd_fused.devices.transfer import from_host
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import blocks_of_row
-from swd_fused.tensors.transfer import from_host
 
 # Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
 # segment, 37 KB, is 0.4% of what they update in one of this length.

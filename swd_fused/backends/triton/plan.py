@@ -17,11 +17,11 @@ from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.operands import Operands
 from swd_fused.backends.triton.parts import Dtypes, Part
+from swd_fused.core.bucket import Bucket
+from swd_fused.devices import graphs
+from swd_fused.devices.transfer import from_host
 from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns
 from swd_fused.state.rounding import rounding_start
-from swd_fused.tensors import graphs
-from swd_fused.tensors.bucket import Bucket
-from swd_fused.tensors.transfer import from_host
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
 
@@ -35,6 +35,7 @@ class Plan:
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
         self.corrections_of_last: list[tuple[float, float]] = []  # beta2 and corrects_bias by group
         self._operands = Operands(bucket)
+        self.copies = self._operands.copies
         self._limits: dict[tuple[float | None, int], Tensor] = {}
         self._numels = _numels_by_dtypes(bucket)
         self.n_parts = len(self._numels)
@@ -145,8 +146,8 @@ def _columns_of_coded(bucket: Bucket) -> dict[int, int]:
 def _numels_by_dtypes(bucket: Bucket) -> dict[Dtypes, dict[int, int]]:
     """Codes count as float32, which they are computed in: so they share a launch with moments in float32."""
     numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
-    moments = bucket.exp_avgs, bucket.exp_avg_sqs, bucket.averaged
-    operands = bucket.params, bucket.grads_or_params, *moments, bucket.masters or bucket.params
+    moments = bucket.state.exp_avgs, bucket.state.exp_avg_sqs, bucket.averaged
+    operands = bucket.params, bucket.grads_or_params, *moments, bucket.state.masters or bucket.params
     for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
         dtypes = (torch.float32 if other.dtype in CODED_DTYPES else other.dtype for other in others)
         numels[Dtypes(param.dtype, *dtypes)][tensor] = param.numel()

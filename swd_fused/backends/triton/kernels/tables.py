@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import triton.language as tl
 
-from swd_fused.tensors.hyper import HyperRow
+from swd_fused.core.values import HyperRow
 
 
 class Columns(tl.constexpr):

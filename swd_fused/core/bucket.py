@@ -1,0 +1,263 @@
+"""Tensors that are stepped together: one bucket, as parallel lists, with what kernels must know of them."""
+
+from __future__ import annotations
+
+import copy
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swd_fused.core.backend import Backend
+from swd_fused.core.tensor_checks import check_grads
+from swd_fused.core.values import Hyper
+from swd_fused.devices import graphs
+from swd_fused.devices.transfer import HostCopy, can_be_read_later, from_host, is_fake, scalar_dtype
+from swd_fused.distributed.sharding import Sharding, local_tensor
+from swd_fused.options import Options
+from swd_fused.state.eight_bit import CODES, block_numbers
+from swd_fused.state.element_numbers import element_numbers
+from swd_fused.state.load import check_stored
+from swd_fused.state.operands import as_real, columns_of
+
+# The address of a gradient that is not there. Not 0, which is the address of an empty one. As in csrc/cpu/operands.h.
+NO_GRAD = -1
+
+
+class Entry(NamedTuple):
+    """A parameter and its state: the optimizer's own, and as a step needs it. `Snapshot.commit` makes them one."""
+
+    number: int  # among all parameters
+    group: int
+    param: Tensor
+    owned: dict[str, Any]
+    staged: dict[str, Any]
+
+
+class BucketKey(NamedTuple):
+    """Names what the tensors of a bucket have in common."""
+
+    backend: Backend
+    device: torch.device
+    amsgrad: bool
+    has_master: bool
+    sharding: Sharding
+
+
+class Bucket:
+    """Tensors of one device, backend and sharding, as parallel lists.
+
+    It holds all parameters that have state. Those without a gradient take no part in a step: their place in `grads` is
+    None. Complex tensors are here as views of real pairs, DTensors as their local part. Where a parameter is in
+    `coded`, `state` has 8-bit codes of its moments, and their scales.
+
+    `steps` is the state's own memory: each `state["step"]` is a view of one of its elements, so a thousand counters
+    advance as one tensor. As a list of tensors they took longer than the update itself. Where a CUDA graph advances the
+    counters they must stay where they are, and `steps` is a copy of them during a step. `sums` is a cache of the second
+    moments' sums, never state.
+    """
+
+    hyper: Hyper  # set in each step
+    plan: Any  # what the backend keeps, see `backend.Plan`
+    has_grad: Tensor  # by tensor
+    numel: int  # of tensors that have a gradient
+    count: Tensor  # the same, on the device
+    written: list[Tensor]  # parameters whose writes torch counts
+
+    def __init__(self, key: BucketKey, entries: list[Entry], options: Options) -> None:
+        self.backend, self.device, self.amsgrad, _, self.sharding = key
+        self.options = options
+        self.numbers = [entry.number for entry in entries]
+        self.group_indices = [entry.group for entry in entries]
+        self._whole_params = [entry.param for entry in entries]
+        self.params = [as_real(local_tensor(param)) for param in self._whole_params]
+        self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # then no memory has an address
+        self.state = columns_of([entry.staged for entry in entries], self.amsgrad)
+        self.coded = [index for index, entry in enumerate(entries) if CODES["exp_avg_sq"] in entry.staged]
+        self.follows_params = any(master.dtype == torch.float32 for master in self.state.masters)
+        self._numels = [param.numel() for param in self.params]
+        columns = (self.group_indices, self.numbers, self._numels)
+        self.groups, self.tensor_ids, self.numels = from_host(
+            torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device
+        ).unbind()
+        self.element_numbers = [
+            element_numbers(param, self.sharding) for param in self._whole_params if options.stochastic_rounding
+        ]
+        self.block_numbers = {index: block_numbers(self._whole_params[index], self.sharding) for index in self.coded}
+        self._set_steps(entries)
+        self._param_versions = [-1] * len(entries)  # not yet looked at
+        self.grads: list[Tensor | None] = []
+        self.grad_addresses: list[int] = []
+        self.present: list[bool] = []  # whether each has a gradient
+        self._is_mask_captured = False  # the same on the device
+        self.has_all_grads = self.has_some_grads = False
+        self.has_stepped = False  # as far as that is known
+        self._steps_copy: HostCopy | None = None
+        self.sums: Tensor | None = None  # of `averaged`, by tensor. None: to be rebuilt
+
+    def _set_steps(self, entries: list[Entry]) -> None:
+        steps = [entry.staged["step"] for entry in entries]
+        if {(step.device, step.dtype) for step in steps} != {(self.device, torch.float32)}:
+            steps = [step.to(self.device, torch.float32) for step in steps]
+        self.steps = torch.stack(steps)
+        self._elements_of_steps = list(self.steps.unbind())
+        self.copies_steps = graphs.are_shared(steps)
+        self._step_views = steps if self.copies_steps else self._elements_of_steps
+        for entry, view in zip(entries, self._step_views, strict=True):
+            entry.staged["step"] = view
+
+    def take(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
+        """Takes up a step's gradients. `addresses` has `NO_GRAD` for those that are not `present`."""
+        self.grads, self.grad_addresses = grads, addresses
+        if present == self.present and not self._is_mask_captured:
+            return
+        # What is uploaded in a capture is not there until the graph is replayed: the next step uploads its own. A copy
+        # of the list is not taken for the one that needs no look.
+        self._is_mask_captured = graphs.is_capturing(self.device)
+        self.present = present.copy() if self._is_mask_captured else present
+        self.has_all_grads, self.has_some_grads = all(present), any(present)
+        self.written = [param for param in compress(self.params, present) if not param.is_inference()]
+        self.has_grad = from_host(torch.tensor(present, device="cpu"), self.device)
+        self.numel = sum(compress(self._numels, present))
+        self.count = torch.full((), self.numel, dtype=scalar_dtype(self.device), device=self.device)
+
+    def check(self) -> None:
+        """Raises unless every tensor fits its parameter and has its memory."""
+        pairs = [(param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None]
+        check_grads(pairs)
+        check_stored(self.params, self.state, self.coded)
+
+    # --- What backends ask for
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """The second moments whose mean is the schedule, or their codes."""
+        return self.state.max_exp_avg_sqs if self.amsgrad else self.state.exp_avg_sqs
+
+    def known_sums(self) -> Tensor:
+        """Returns the sums of `averaged` by tensor, rebuilt from storage where they are not known."""
+        if self.sums is None:
+            self.sums = self.backend.exp_avg_sq_sums(self)
+        return self.sums
+
+    def allow_missing_sums(self) -> None:
+        """Saves the pass that would rebuild `sums`, before an update of all tensors that does not read them."""
+        if self.sums is None and self.has_all_grads:
+            self.sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
+
+    @property
+    def present_grads(self) -> list[Tensor]:
+        return [grad for grad in self.grads if grad is not None]
+
+    @property
+    def grads_or_params(self) -> list[Tensor]:
+        """Gradients, and in place of a missing one its parameter."""
+        return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
+
+    def carried_sums(self, after_this_step: bool) -> Tensor:
+        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor."""
+        steps = self.steps + 1 if after_this_step else self.steps
+        counted = self.has_grad if after_this_step else self.steps > 0
+        bias_correction2 = self.hyper.bias_correction("beta2", self.groups, steps)
+        beta2 = self.hyper.column("beta2")[self.groups] if after_this_step else torch.ones_like(bias_correction2)
+        weight = (1 - beta2) * self.numels / bias_correction2
+        rows = [beta2 * self.known_sums() / bias_correction2, weight, self.numels]
+        return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
+
+    def count_writes(self) -> None:
+        """Advances torch's counters of writes to parameters, for backends that write through addresses: autograd relies
+        on them to refuse a backward through weights that have changed since the forward.
+
+        Not of those without a gradient: in a backward pass autograd may still need them, and would refuse to go on.
+        """
+        torch.autograd.graph.increment_version(self.written)
+
+    # --- From step to step
+
+    def begin(self) -> None:
+        """Reads the step counts of CUDA graphs, and follows parameters that others have written to."""
+        if self.copies_steps:
+            torch._foreach_copy_(self._elements_of_steps, self._step_views)
+        if self.follows_params:
+            self._follow_params()
+
+    def note_stream(self) -> None:
+        """Keeps memory from being given out again before this step has read it, on whatever stream it is taken.
+
+        A tensor's memory goes back to the stream that it was made on. This is the one place for what torch's operations
+        read, and for what kernels know by address only; launchers note what they are passed.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        read = self.steps, self.groups, self.tensor_ids, self.numels, self.has_grad, self.count, self.hyper.table
+        for tensor in (*read, *self.plan.copies, self.sums):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+    def write_steps(self) -> None:
+        """Writes the step counts back to where a CUDA graph advances them, after a step that was begun."""
+        if self.grads:
+            torch._foreach_copy_(self._step_views, self._elements_of_steps)
+
+    def for_capture(self) -> Bucket:
+        """Returns a copy for a step that is captured in a CUDA graph, which must be kept as long as the graph is."""
+        if not self.backend.is_capturable:
+            raise RuntimeError(
+                f'FusedAdamS got a step on the "{self.backend.description(self.device)}" backend in the capture of a '
+                'CUDA graph, wanted backend="triton": other backends replace tensors from step to step, and a graph '
+                "would go on with the first ones."
+            )
+        graphs.share_steps(self._step_views)
+        captured = copy.copy(self)
+        captured.plan = self.plan.for_capture()
+        return captured
+
+    def is_stepped_by_graphs(self) -> bool:
+        """Whether a CUDA graph may have stepped some of the tensors since this bucket did."""
+        return self.copies_steps or graphs.are_shared([self.steps])
+
+    def find_whether_stepped(self) -> bool:
+        """Returns whether any element is known to have taken a step. Does not wait for the device."""
+        if self.has_stepped or is_fake(self.steps):
+            return self.has_stepped
+        if self.device.type == "cpu":
+            self.has_stepped = bool(self._steps_of_elements().any())
+        elif can_be_read_later(self.steps):
+            self._steps_copy = self._steps_copy or HostCopy([self._steps_of_elements().amax()])
+            values = self._steps_copy.arrived()
+            if values is not None:
+                self.has_stepped, self._steps_copy = values[0] > 0, None
+        return self.has_stepped
+
+    def note_step(self, may_have_been_skipped: bool) -> None:
+        """Remembers that a step was taken, and accepts the parameters as it has left them."""
+        if self.follows_params:
+            self._accept_params()
+        if not may_have_been_skipped and self.numel:
+            self.has_stepped = True
+
+    def _steps_of_elements(self) -> Tensor:
+        """Returns the step counts, and 0 for empty tensors, which add nothing to a mean."""
+        return self.steps * (self.numels > 0)
+
+    def _follow_params(self) -> None:
+        """Updates float32 masters after someone has written to parameters, loading a model for instance: where one no
+        longer rounds to its parameter it takes the parameter's value. Those without a gradient follow later."""
+        now = self._versions_of_params()
+        if self._param_versions == now:
+            return
+        known = zip(self._param_versions, now, self.present, strict=True)
+        for (seen, version, is_present), param, master in zip(known, self.params, self.state.masters, strict=True):
+            if is_present and seen != version and master.dtype == torch.float32:
+                master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+        self._accept_params()
+
+    def _accept_params(self) -> None:
+        """Takes the parameters that have a gradient as they are for what their masters round to."""
+        known = zip(self._param_versions, self._versions_of_params(), self.present, strict=True)
+        self._param_versions = [version if is_present else seen for seen, version, is_present in known]
+
+    def _versions_of_params(self) -> list[int]:
+        """Returns torch's counters of writes, which for a DTensor count on it or on its local part."""
+        pairs = zip(self._whole_params, self.params, strict=True)
+        return [0 if param.is_inference() else param._version + view._version for param, view in pairs]

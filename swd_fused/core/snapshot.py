@@ -1,0 +1,365 @@
+"""A snapshot of a step's tensors: made once, kept as long as it holds, then thrown away and made anew."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from swd_fused.core.backend import Backend
+from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entry
+from swd_fused.core.ranks import collective_of, sharding_in, unsaid_params
+from swd_fused.core.tensor_checks import check_grads, check_memory, check_params
+from swd_fused.core.values import GroupKind, Groups, GroupValues
+from swd_fused.distributed.refusals import refuse_stage_alone, refuse_unknown_shards
+from swd_fused.distributed.sharding import ShardedOver, is_distributed, is_dtensor, local_grads, local_tensor
+from swd_fused.options import Options
+from swd_fused.state.load import initialized
+from swd_fused.state.moments import has_moments
+from swd_fused.state.operands import SECOND_MOMENTS, STORED, as_real
+
+State = dict[Tensor, dict[str, Any]]
+Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a parameter
+
+# How gradients look to a kernel, column by column, which is faster than all of one tensor at a time.
+Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
+
+LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
+NBYTES = attrgetter("nbytes")
+VALUES = dict.values
+END = (object(),)  # of what is compared one by one: `map` stops where the shorter one ends
+TENSOR_GUARDS = torch._C._dynamo.guards.TensorGuards
+
+
+class Inputs(NamedTuple):
+    """Holds everything that the snapshot of a step depends on."""
+
+    options: Options  # as `Options.of_tensors` has them
+    sharded_over: ShardedOver | None
+    groups: Groups
+    kinds: list[GroupKind]
+    state: State
+    params: list[Tensor]
+    grads: list[Tensor | None]
+
+
+class Snapshot:
+    """Describes all tensors of a step: the buckets in which they are stepped, and the ranks that share them.
+
+    `holds` names everything that may change. What changes in ordinary training is not in it: other gradient tensors,
+    gradients that are missing in a step, other hyper-parameters.
+    """
+
+    def __init__(self, inputs: Inputs, choose: Choose) -> None:
+        """Checks all tensors, and raises before anything is written if one cannot be stepped."""
+        self.options, self._sharded_over, groups, self._kinds, state, self._params, grads = inputs
+        self._choose = choose
+        self._is_distributed = is_distributed()
+        self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
+        self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
+        self._guards: Any = None  # of all that is kept and of all gradients, where they have been seen together
+        self._entries = self._new_entries(groups, state, grads)
+        self._whole_params = [entry.param for entry in self._entries]
+        self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
+        numbers = [entry.number for entry in self._entries]
+        self._numbers = None if len(numbers) == len(self._params) else numbers
+        self._without_state = sorted(set(range(len(self._params))) - set(numbers))
+        groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
+        self.ranks = collective_of(list(zip(self._params, groups_of_params, strict=True)), inputs.sharded_over)
+        self._unsaid = unsaid_params(groups, inputs.sharded_over) if self._is_distributed else []
+        self.may_have_unknown_shards = self._is_distributed
+        self.has_amsgrad = any(group["amsgrad"] for group in groups)
+        self.buckets = self._new_buckets(groups)
+        is_alone = len(self.buckets) == 1 and self.ranks.is_local and self.options.total_numel is None
+        self.only_bucket = self.buckets[0] if is_alone else None
+        self.gpus = {bucket.device for bucket in self.buckets if bucket.device.type == "cuda"}
+        self.are_captured = False
+        self._is_fake = any(bucket.is_fake for bucket in self.buckets)
+        self._remember([entry.staged for entry in self._entries])
+        try:
+            self._take_first(grads)
+            for bucket in self.buckets:
+                bucket.check()
+                bucket.plan = bucket.backend.plan(bucket)
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.grads = []
+            raise
+
+    def holds(self, inputs: Inputs) -> bool:
+        """Takes up the gradients, and returns whether nothing has changed that kernels rely on."""
+        options, sharded_over, _, kinds, state, params, grads = inputs
+        try:
+            return (
+                self.options is options
+                and self._sharded_over is sharded_over
+                and self._is_distributed == is_distributed()
+                and self._kinds == kinds
+                and all(map(is_, chain(self._params, END), chain(params, END)))
+                and all(map(is_, self._held, chain(state, chain.from_iterable(map(VALUES, state.values())), END)))
+                and all(map(is_, self._locals, map(LOCAL, self._dtensors)))
+                and self._versions == list(map(VERSION, self._averaged))
+                and self._takes(grads)
+            )
+        except (RuntimeError, TypeError):
+            # A sparse gradient, which is refused with our own error message later; or state with entries that are no
+            # dicts, or of tensors without a version, which is described anew in each step.
+            return False
+
+    def _takes(self, all_grads: list[Tensor | None]) -> bool:
+        """Takes up gradients, and returns whether they, and all tensors that are kept, are what and where they were."""
+        if self._is_fake or (self._without_state and any(all_grads[i] is not None for i in self._without_state)):
+            return False
+        grads, present, found = self._local(all_grads)
+        kept, has_all = self._kept, present is self._all_present
+        if not (has_all and self._guards is not None and self._guards.check(*kept, *found)):
+            if any(map(Tensor.is_neg, found)):  # lazily negated: the memory has the other sign
+                grads, present, found = self._local(resolved(all_grads))
+            if not self._look_as_before(found, present):
+                return False
+            self._guards = new_guards(kept + found) if has_all else self._guards
+        addresses = list(map(Tensor.data_ptr, found))
+        if self._addresses != list(map(Tensor.data_ptr, kept)):
+            return False
+        if 0 in addresses and any(grad.numel() for grad, address in zip(found, addresses, strict=True) if not address):
+            return False  # freed, or on the meta device: refused with our own error message where that is wrong
+        bucket = self.buckets[0] if len(self.buckets) == 1 else None  # a rank may have none
+        if bucket is not None and present is self._all_present is bucket.present:
+            bucket.grads, bucket.grad_addresses = grads, addresses
+        else:
+            self._hand_over(grads, addresses, present)
+        return True
+
+    def _local(self, all_grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[bool], list[Tensor]]:
+        """Returns the gradients of what is described, as kernels see them; which are there; and those that are."""
+        grads = all_grads if self._numbers is None else [all_grads[number] for number in self._numbers]
+        if self._has_views:
+            grads = [None if grad is None else as_real(grad) for grad in local_grads(self._whole_params, grads)]
+        if all(map(is_not, grads, repeat(None))):
+            return grads, self._all_present, grads  # type: ignore[return-value]
+        present = [grad is not None for grad in grads]
+        return grads, present, list(compress(grads, present))  # type: ignore[arg-type]
+
+    def _look_as_before(self, found: list[Tensor], present: list[bool]) -> bool:
+        """Returns whether kernels would find gradients, and all tensors that are kept, to look as they did."""
+        kept = self._kept
+        return (
+            list(map(NBYTES, kept)) == self._sizes
+            and list(map(Tensor.stride, kept)) == self._strides
+            and forms_of(found) == self._forms_of(present)
+        )
+
+    def _forms_of(self, present: list[bool]) -> Forms:
+        """Returns how those gradients should look that are present."""
+        dtypes, numels, strides = self._grad_forms
+        return list(compress(dtypes, present)), list(compress(numels, present)), list(compress(strides, present))
+
+    def _hand_over(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
+        """Gives the buckets their gradients. `addresses` are of those that are present."""
+        if present is not self._all_present:
+            found = iter(addresses)
+            addresses = [next(found) if is_present else NO_GRAD for is_present in present]
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            if members is None:
+                bucket.take(grads, addresses, present)
+            else:
+                bucket.take([grads[i] for i in members], [addresses[i] for i in members], [present[i] for i in members])
+
+    def _remember(self, states: list[dict[str, Any]]) -> None:
+        """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
+        tensors = [*self._whole_params, *(state[key] for state in states for key in STORED if key in state)]
+        self._dtensors = list(filter(is_dtensor, tensors))
+        self._locals = list(map(LOCAL, self._dtensors))
+        self._kept = list(map(local_tensor, tensors))
+        averaged = [state[key] for state in states for key in SECOND_MOMENTS if key in state]
+        # Writes to a DTensor count on it or on its local part, depending on how it was written to.
+        self._averaged = [*averaged, *map(local_tensor, filter(is_dtensor, averaged))]
+        self._versions = versions(self._averaged)
+        self._all_present = [True] * len(self._entries)
+
+    def _take_first(self, all_grads: list[Tensor | None]) -> None:
+        """Takes up the gradients of the step that is described, and remembers how they look.
+
+        Where one is missing it should look like its parameter, which mostly has its dtype and strides.
+        """
+        grads, present, found = self._local(resolved(all_grads))
+        if self._is_fake:
+            self._hand_over(grads, [0] * len(found), present)
+            return
+        check_memory(self._kept + found)
+        # Of what is kept: `tensor.data = other` changes it, and torch does not count that. In bytes, so that another
+        # dtype is noticed too; each thing that is asked of a thousand tensors adds a fiftieth to their step.
+        self._addresses = list(map(Tensor.data_ptr, self._kept))
+        self._sizes = list(map(NBYTES, self._kept))
+        self._strides = list(map(Tensor.stride, self._kept))
+        pairs = zip(map(as_real, self._kept), grads, strict=False)  # parameters come first
+        self._grad_forms = forms_of([param if grad is None else grad for param, grad in pairs])
+        self._hand_over(grads, list(map(Tensor.data_ptr, found)), present)
+
+    def commit(self, state: State, earlier: Sequence[Snapshot]) -> None:
+        """Makes the staged state the optimizer's. Nothing is refused after this.
+
+        Counters that it replaces follow the new ones if somebody else has them: whoever has put them into the state, as
+        torch's `swap_in_optimizer_params_and_state` does, expects steps to be counted in place. Those that `earlier`
+        descriptions have put there are ours, and hand on their own followers.
+        """
+        ours = {
+            (id(entry.owned), id(entry.staged["step"])): other._followers.get(entry.number)
+            for other in earlier
+            for entry in other._entries
+        }
+        for entry in self._entries:
+            step = entry.owned.get("step")
+            if isinstance(step, Tensor) and step is not entry.staged["step"] and not step.is_inference():
+                follower = ours.get((id(entry.owned), id(step)), ref(step))
+                if follower is not None:
+                    self._followers[entry.number] = follower
+            for key in entry.owned.keys() - entry.staged.keys():
+                del entry.owned[key]
+            entry.owned.update(entry.staged)
+            state[entry.param] = entry.owned
+        held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
+        self._held = [*state, *held, *END]
+
+    def _advance_followers(self) -> None:
+        """Copies the step counts to whoever follows them, after a step. Most have no owner but the state, and are gone
+        by then."""
+        alive = {number: step for number, follower in self._followers.items() if (step := follower()) is not None}
+        self._followers = {number: self._followers[number] for number in alive}
+        own = {entry.number: entry.staged["step"] for entry in self._entries}
+        if alive:
+            torch._foreach_copy_(list(alive.values()), [own[number] for number in alive])
+
+    def left_is_stale(self, inputs: Inputs) -> bool:
+        """Returns whether the sums that the last step left are no longer those of the optimizer's second moments, or
+        are travelling between other ranks."""
+        state = inputs.state
+        groups, others = ([kind.process_group for kind in kinds] for kinds in (self._kinds, inputs.kinds))
+        if self._sharded_over is not inputs.sharded_over or groups != others:
+            return True
+        # By parameter, since groups may have exchanged theirs. None for one that is in no group any more.
+        amsgrads = chain.from_iterable([kind.amsgrad] * kind.size for kind in inputs.kinds)
+        amsgrad = dict(zip(map(id, inputs.params), amsgrads, strict=True))
+        for _, group, param, owned, staged in self._entries:
+            is_kept = amsgrad.get(id(param)) is self._kinds[group].amsgrad and state.get(param) is owned
+            if not is_kept or any(owned.get(key) is not staged.get(key) for key in SECOND_MOMENTS):
+                return True
+        return versions(self._averaged) != self._versions
+
+    def take_over(self, last: Snapshot) -> None:
+        """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
+        are_same = len(last._averaged) == len(self._averaged) and all(map(is_, last._averaged, self._averaged))
+        # Switching amsgrad may leave the buckets as they are, with sums of the maxima or of what they are maxima of.
+        divisions = ([(bucket.numbers, bucket.amsgrad) for bucket in one.buckets] for one in (last, self))
+        is_same_division = next(divisions) == next(divisions)
+        if are_same and is_same_division and last._versions == self._versions:
+            for bucket, before in zip(self.buckets, last.buckets, strict=True):
+                if bucket.backend is before.backend:
+                    bucket.sums = before.sums
+
+    def shares_params_with(self, params: Iterable[Tensor]) -> bool:
+        return not set(map(id, self._params)).isdisjoint(map(id, params))
+
+    def params_with_grad(self) -> list[Tensor]:
+        pairs = chain.from_iterable(zip(bucket.numbers, bucket.grads, strict=True) for bucket in self.buckets)
+        return [self._params[number] for number, grad in pairs if grad is not None]
+
+    def refuse_unknown_shards(self) -> None:
+        """Raises if a parameter is a shard without looking like one, for steps whose result would be wrong then."""
+        if self.may_have_unknown_shards:
+            plain = [param for param in self._unsaid if not is_dtensor(param)]
+            if plain:
+                refuse_unknown_shards(plain, self.options.shared_sum)
+            refuse_stage_alone(self._params, self._unsaid, self.options.shared_sum)
+            self.may_have_unknown_shards = False
+
+    def begin(self, values: GroupValues) -> None:
+        """Takes up this step's hyper-parameters."""
+        for bucket in self.buckets:
+            bucket.hyper = values.on(bucket.device)
+            if bucket.follows_params or bucket.copies_steps:
+                bucket.begin()
+            bucket.backend.begin(bucket)
+            if bucket.device.type == "cuda":
+                bucket.note_stream()
+
+    def end(self) -> None:
+        """Lets go of the step's gradients: between steps they are the user's to free."""
+        for bucket in self.buckets:
+            if bucket.copies_steps:
+                bucket.write_steps()
+            bucket.grads = []
+            if bucket.backend.counts_writes or bucket.plan.copies:
+                self.note_versions()
+        if self._followers and not self.are_captured:  # a graph would go on writing to followers that are gone
+            self._advance_followers()
+
+    def note_versions(self) -> None:
+        """Accepts the second moments as they are."""
+        self._versions = versions(self._averaged)
+
+    def for_capture(self) -> Snapshot:
+        """Returns a copy for a step that is captured in a CUDA graph, which must be kept as long as the graph is."""
+        captured = copy.copy(self)
+        captured.buckets = [bucket.for_capture() for bucket in self.buckets]
+        captured.only_bucket = captured.buckets[0] if self.only_bucket else None
+        captured.are_captured = True
+        return captured
+
+    def _new_entries(
+        self, groups: Groups, state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
+    ) -> list[Entry]:
+        """Returns each parameter that has state, or is going to have it."""
+        check_params(self._params, "all groups")
+        check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
+        entries = []
+        indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
+        for number, (index, param, grad) in enumerate(zip(indices, self._params, grads, strict=True)):
+            owned = state.get(param) or {}
+            if grad is not None or has_moments(owned):
+                backend = self._choose(param, self.options)
+                staged = initialized(dict(owned), param, self.options, groups[index], backend)
+                entries.append(Entry(number, index, param, owned, staged))
+        return entries
+
+    def _new_buckets(self, groups: Groups) -> list[Bucket]:
+        members: defaultdict[BucketKey, list[int]] = defaultdict(list)  # positions among the entries
+        for position, entry in enumerate(self._entries):
+            param, group = entry.param, groups[entry.group]
+            has_master = self.options.master_key(param.dtype) is not None
+            sharding = sharding_in(group, param, self._sharded_over)
+            backend = self._choose(param, self.options)
+            members[BucketKey(backend, param.device, group["amsgrad"], has_master, sharding)].append(position)
+        # By bucket which entries are in it, None for all of them.
+        self._members = [None if len(own) == len(self._entries) else own for own in members.values()]
+        return [Bucket(key, [self._entries[i] for i in own], self.options) for key, own in members.items()]
+
+
+def forms_of(grads: list[Tensor]) -> Forms:
+    return list(map(DTYPE, grads)), list(map(Tensor.numel, grads)), list(map(Tensor.stride, grads))
+
+
+def resolved(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Returns gradients whose memory has their own sign."""
+    return [None if grad is None else grad.resolve_neg() for grad in grads]
+
+
+def new_guards(tensors: list[Tensor]) -> Any:
+    """Returns an object whose `check` tells whether tensors still have the type, dtype, device, shape and strides.
+
+    It is what torch.compile asks before it runs a graph: one call, in which a thousand tensors take 50 us, where asking
+    each for its dtype, size and strides takes 200.
+    """
+    return TENSOR_GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """Returns torch's counters of in-place writes, 0 for tensors made in inference mode, which have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,0 +1,392 @@
+"""Where a step's four sums come from: pass 1, the step before, or the caller."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from swd_fused.core.bucket import Bucket
+from swd_fused.core.ranks import collective_of, sharding_in
+from swd_fused.core.schedule import Gate, Sums
+from swd_fused.core.snapshot import Snapshot, State
+from swd_fused.core.values import Groups
+from swd_fused.devices.transfer import can_be_read, on_device, scalar_dtype, to_device
+from swd_fused.distributed.collective import Collective, Reduction
+from swd_fused.distributed.sharding import ShardedOver, Sharding, full_tensor, is_dtensor
+from swd_fused.options import Options
+from swd_fused.state.moments import decoded_moment, has_moments
+
+if TYPE_CHECKING:
+    from swd_fused.core.step import Step
+
+
+class Source(Protocol):
+    """Gives the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
+
+    at_once: Literal["exact", "lagged"] | None  # how a single bucket may be stepped without asking for sums
+    is_given: bool  # whether the caller knows the sums, so that no rank needs to be asked
+    continues: bool  # whether the step goes on with the one that another call has begun
+
+    def is_known(self, snapshot: Snapshot) -> bool:
+        """Returns whether the mean can be known before all gradients are. May wait for the device."""
+
+    def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
+        """Returns the sums over all ranks. Writes to nothing that is the user's."""
+
+    def grad_norm(self, step: Step) -> Tensor:
+        """Returns the norm of a step whose gradients no pass has read before the update."""
+
+    def leave(self, step: Step) -> None:
+        """Keeps what the next step needs."""
+
+    def refuse_capture(self, snapshot: Snapshot) -> None:
+        """Raises if a step from this source cannot be captured in a CUDA graph."""
+
+
+class PassOne:
+    """Reads this step's gradients."""
+
+    at_once: Literal["exact", "lagged"] | None = "exact"
+    is_given = False
+    continues = False
+
+    def is_known(self, snapshot: Snapshot) -> bool:
+        return False
+
+    def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
+        ranks = snapshot.ranks
+        rows = [(bucket.sharding, self._row(bucket)) for bucket in snapshot.buckets]
+        grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
+        if snapshot.has_amsgrad:  # on all ranks, whatever tensors each has
+            factor = gate.grad_factor(grad_sq, ranks.device)
+            maxima = [
+                (bucket.sharding, bucket.backend.pass1_amsgrad(bucket, on_device(factor, bucket.device)).reshape(1))
+                for bucket in snapshot.buckets
+                if bucket.amsgrad
+            ]
+            carried = carried + ranks.total(maxima, 1)[0]
+        return Sums(grad_sq, carried, fresh, count)
+
+    def _row(self, bucket: Bucket) -> Tensor:
+        sums = bucket.backend.pass1(bucket)
+        if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
+            sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
+        return torch.cat([sums, bucket.count.reshape(1)])
+
+    def grad_norm(self, step: Step) -> Tensor:
+        raise AssertionError("pass 1 has summed the gradients")
+
+    def leave(self, step: Step) -> None:
+        """Leaves nothing: the next step reads its own gradients."""
+
+    def refuse_capture(self, snapshot: Snapshot) -> None:
+        """Can always be captured."""
+
+
+class Left(NamedTuple):
+    """Holds what the step before has left, over all ranks."""
+
+    row: Tensor  # the sum of v^, its number of elements, the sum of squared gradients
+    has_stepped: bool | None  # whether any step was taken. None: only the device knows
+
+
+class StepBefore:
+    """Takes v^ as the state has it before this step, over all parameters that have taken a step.
+
+    So the mean follows from the state alone: it does not depend on which gradients come and go, on skipped steps, on a
+    resume. As long as no parameter has taken a step, pass 1 takes its place.
+
+    On several ranks the sums travel while the model computes: a step starts the reduction for the next one. Whoever
+    writes to the state in between must do so on all ranks.
+    """
+
+    at_once: Literal["exact", "lagged"] | None = "lagged"
+    is_given = False
+    continues = False
+
+    def __init__(self, pass_one: PassOne) -> None:
+        self._pass_one = pass_one
+        self._reduction: Reduction | None = None
+        self._left: Left | None = None  # by the step before, if someone has asked for it already
+
+    def is_known(self, snapshot: Snapshot) -> bool:
+        """Returns whether any parameter of any rank has taken a step."""
+        self._left = self._left or self._received(snapshot)
+        if self._left.has_stepped is None:
+            self._left = self._left._replace(has_stepped=bool(self._left.row[1] > 0))
+        return bool(self._left.has_stepped)
+
+    def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
+        left, self._left = self._left or self._received(snapshot), None
+        carried, count, self._last_grad_sq = left.row.unbind()
+        before = Sums(None, carried, torch.zeros_like(carried), count)
+        if left.has_stepped is not None:
+            return before if left.has_stepped else self._pass_one.sums(snapshot, gate)
+        # The device knows whether any step was taken, and is not waited for.
+        now = self._pass_one.sums(snapshot, gate)
+        pairs = zip(before[1:], now[1:], strict=True)
+        return Sums(now.grad_sq, *(torch.where(count > 0, old, new) for old, new in pairs))
+
+    def _received(self, snapshot: Snapshot) -> Left:
+        ranks, buckets = snapshot.ranks, snapshot.buckets
+        reduction, self._reduction = self._reduction, None  # gone even if a rank has died and `finish` raises
+        if reduction is None:
+            row = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
+        else:
+            row = reduction.finish()
+        if can_be_read(row):
+            return Left(row, bool(row[1] > 0))
+        is_known = reduction is not None or (
+            ranks.is_local and any(bucket.find_whether_stepped() for bucket in buckets)
+        )
+        return Left(row, True if is_known else None)
+
+    def grad_norm(self, step: Step) -> Tensor:
+        """Returns the norm that the update was the first to sum: on several ranks that of the step before."""
+        ranks = step.ranks
+        if not ranks.is_local:
+            return self._last_grad_sq.sqrt()
+        zero = torch.zeros((), dtype=scalar_dtype(ranks.device), device=ranks.device)
+        return step.gate.grad_norm(torch.stack([zero, *step.grad_sqs.values()]).sum())
+
+    def leave(self, step: Step) -> None:
+        if step.ranks.is_local:  # the next step finds all it needs in the buckets
+            return
+        rows = [(bucket.sharding, _left_by(bucket)) for bucket in step.buckets]
+        unscale = step.gate.unscale(step.ranks.device)
+        for sharding, grad_sq in step.grad_sqs.items():
+            grad_sq = grad_sq if unscale is None else unscale.square() * grad_sq
+            rows.append((sharding, torch.stack([torch.zeros_like(grad_sq), torch.zeros_like(grad_sq), grad_sq])))
+        self._reduction = step.ranks.start(rows, 3)
+
+    def forget(self) -> None:
+        """Drops what the step before left. All ranks must do so, or none."""
+        reduction, self._reduction, self._left = self._reduction, None, None
+        if reduction is not None:
+            reduction.abandon()
+
+    def refuse_capture(self, snapshot: Snapshot) -> None:
+        if not snapshot.ranks.is_local:
+            raise RuntimeError(
+                "FusedAdamS got a step that needs one pass, over several ranks, in the capture of a CUDA graph: the "
+                'sums of the step before are on their way between the ranks. Use schedule="exact" and '
+                'decay="scheduled".'
+            )
+
+
+def _left_by(bucket: Bucket) -> Tensor:
+    total, _, count = bucket.backend.carried(bucket, after_this_step=False).unbind()
+    return torch.stack([total, count, torch.zeros_like(total)])
+
+
+# --- The caller
+
+
+class FromCaller:
+    """Takes the sum of squared gradients from the caller, for a step of all that it covers, on all ranks.
+
+    Exact where all parameters have taken equally many steps. Where not, the squared gradients count as spread evenly.
+    """
+
+    at_once: Literal["exact", "lagged"] | None = None
+    is_given = True
+    continues = False
+
+    def __init__(self, grad_sq: Tensor) -> None:
+        self._grad_sq = grad_sq
+
+    def is_known(self, snapshot: Snapshot) -> bool:
+        return True
+
+    def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
+        rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in snapshot.buckets]
+        carried, weight, count = snapshot.ranks.total(rows, 3).unbind()
+        return Sums(self._grad_sq, carried, self._grad_sq * weight / count.clamp(min=1), count)
+
+    def grad_norm(self, step: Step) -> Tensor:
+        raise AssertionError("the caller has summed the gradients")
+
+    def leave(self, step: Step) -> None:
+        """Leaves nothing: the caller sums the next step's gradients too."""
+
+    def refuse_capture(self, snapshot: Snapshot) -> None:
+        """Can always be captured."""
+
+
+class FromCallerInParts:
+    """Takes the sum of squared gradients and its number of elements from the caller, where a call may step only some of
+    them: wrappers step one group at a time.
+
+    Only the sum of v is carried from step to step, without communication. So all its elements must have a gradient in
+    each step. Calls belong to the same step until a parameter comes again.
+    """
+
+    at_once: Literal["exact", "lagged"] | None = None
+    is_given = True
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts again from the state, after steps of another kind."""
+        self._sum: Tensor | None = None  # of v, before the step that calls belong to
+        self._steps: Tensor | None = None
+        self._next: tuple[Tensor, Tensor] | None = None  # both, after it
+        self._stepped: set[int] = set()
+        self.is_begun = False
+        self.continues = False
+
+    def take_up(
+        self, grad_sq: Tensor, numel: int, groups: Groups, state: State, over: ShardedOver | None
+    ) -> FromCallerInParts:
+        """Takes up a call: its sum, and the groups and state from which the sum of v is found if none is carried."""
+        self.is_begun = True
+        self._grad_sq, self._numel = grad_sq, numel
+        self._beta2, self._bias_correction = float(groups[0]["betas"][1]), groups[0]["bias_correction"]
+        self._stored = groups, state, over
+        return self
+
+    def is_known(self, snapshot: Snapshot) -> bool:
+        return True
+
+    def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
+        if any(bucket.is_stepped_by_graphs() for bucket in snapshot.buckets):
+            raise RuntimeError(
+                "FusedAdamS got step(grad_sumsq=, numel=) after steps of a CUDA graph, which the carried sum of the "
+                "whole model would leave out. Leave out numel, and step all parameters at once."
+            )
+        ids = set(map(id, snapshot.params_with_grad()))
+        self.continues = self._next is not None and self._stepped.isdisjoint(ids)
+        self._stepped = self._stepped | ids if self.continues else ids
+        if not self.continues:
+            self._sum, self._steps = self._next or stored_sum(*self._stored)
+        if not gate.may_skip:  # a step that is skipped would leave none
+            for bucket in snapshot.buckets:
+                bucket.allow_missing_sums()
+        assert self._sum is not None
+        assert self._steps is not None
+        bias_correction2 = 1 - self._bias_correction * self._beta2 ** (self._steps + 1)
+        carried = self._beta2 * self._sum / bias_correction2
+        fresh = (1 - self._beta2) * self._grad_sq / bias_correction2
+        return Sums(self._grad_sq, carried, fresh, torch.full_like(carried, self._numel))
+
+    def grad_norm(self, step: Step) -> Tensor:
+        raise AssertionError("the caller has summed the gradients")
+
+    def leave(self, step: Step) -> None:
+        assert self._sum is not None
+        assert self._steps is not None
+        factor, skip = step.grad_factor, step.skip
+        grad_sq = self._grad_sq if factor is None else factor.square() * self._grad_sq
+        after = self._beta2 * self._sum + (1 - self._beta2) * grad_sq
+        if skip is None:
+            self._next = after, self._steps + 1
+        else:
+            self._next = torch.where(skip != 0, self._sum, after), self._steps + 1 - skip
+
+    def refuse_capture(self, snapshot: Snapshot) -> None:
+        raise RuntimeError(
+            "FusedAdamS got step(grad_sumsq=, numel=) in the capture of a CUDA graph, where the sum of the whole model "
+            "cannot be carried on. Leave out numel, and step all parameters at once."
+        )
+
+
+def stored_sum(groups: Groups, state: State, over: ShardedOver | None) -> tuple[Tensor, Tensor]:
+    """Returns the sum of v over all state on all ranks, since wrappers show one group at a time, and the most steps
+    that any parameter here has taken."""
+    group_of = {param: group for group in groups for param in group["params"]}
+    params = [
+        (param, group_of.get(param, {}))
+        for param, entry in state.items()
+        if isinstance(param, Tensor) and has_moments(entry)
+    ]
+    ranks: Collective = collective_of(params, over)
+    device, dtype = ranks.device, scalar_dtype(ranks.device)
+    rows: list[tuple[Sharding, Tensor]] = []
+    steps = [torch.zeros((), dtype=dtype, device=device)]
+    for param, group in params:
+        moment = decoded_moment(state[param], "exp_avg_sq")
+        moment = torch.view_as_real(moment) if moment.is_complex() else moment
+        rows.append((sharding_in(group, param, over), moment.sum(dtype=dtype).reshape(1).to(device)))
+        steps.append(state[param]["step"].to(device, dtype))
+    return ranks.total(rows, 1)[0], torch.stack(steps).max()
+
+
+class StepCall(NamedTuple):
+    """Holds what `optimizer.step()` was told about the gradients."""
+
+    grad_sumsq: float | Tensor | None = None
+    numel: int | None = None
+    grad_scale: Tensor | None = None  # of GradScaler, as the next one
+    found_inf: Tensor | None = None
+
+    def checked_grad_sq(self, groups: Groups, options: Options, device: torch.device) -> Tensor:
+        """Returns the sum of squared gradients as a tensor, after checking that it can be used.
+
+        NaN is what bad gradients have, and only for steps that may be skipped. A sum on a GPU is not waited for.
+        """
+        grad_sumsq, numel = self.grad_sumsq, self.numel
+        if isinstance(grad_sumsq, Tensor):
+            if is_dtensor(grad_sumsq):  # the square of what clip_grad_norm_ returns for sharded models
+                grad_sumsq = full_tensor(grad_sumsq)
+            if grad_sumsq.numel() != 1:
+                raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
+            value = grad_sumsq.detach().reshape(())
+            number = float(value) if can_be_read(value) else 0.0
+            value = to_device(value, device, scalar_dtype(device))
+        elif isinstance(grad_sumsq, Real) and not isinstance(grad_sumsq, bool):
+            number = float(grad_sumsq)
+            value = torch.full((), number, dtype=scalar_dtype(device), device=device)
+        else:
+            number = -1.0
+        may_skip = self.found_inf is not None or options.skip_nonfinite
+        if not (number >= 0 or (may_skip and math.isnan(number))):
+            raise ValueError(
+                f"step got grad_sumsq={grad_sumsq!r}, wanted a number >= 0, the square of the gradients' norm. NaN is "
+                "for optimizers that may skip a step: skip_nonfinite=True."
+            )
+        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel <= 0):
+            raise ValueError(
+                f"step got numel={numel!r}, wanted the number of elements that grad_sumsq is the sum over."
+            )
+        _check_use_of_sum(groups, options)
+        return value
+
+
+def _check_use_of_sum(groups: Groups, options: Options) -> None:
+    """Refuses a sum of squared gradients from which the mean does not follow."""
+    if options.schedule == "lagged":
+        raise ValueError(
+            'step got grad_sumsq with schedule="lagged", which looks at no gradient of this step. '
+            'Use schedule="exact": with grad_sumsq it reads memory just as often.'
+        )
+    if any(group["amsgrad"] for group in groups):
+        raise ValueError(
+            "step got grad_sumsq with amsgrad=True, whose maxima do not follow from it. Call step() without."
+        )
+    beta2s = {float(group["betas"][1]) for group in groups}
+    corrects_bias = {group["bias_correction"] for group in groups}
+    for name, values in (("betas", beta2s), ("bias_correction", corrects_bias)):
+        if len(values) > 1:
+            raise ValueError(
+                f"step got grad_sumsq with groups of different {name}, {sorted(values)}: how the sum is spread over "
+                "them would have to be known too. Call step() without, or use one value."
+            )
+
+
+def provided(given: object) -> tuple[Any, Any]:
+    """Returns what a `grad_sumsq_provider` has returned: grad_sumsq and numel, as `step` takes them."""
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise ValueError(
+            f"grad_sumsq_provider returned {given!r}, wanted a pair: what step takes as grad_sumsq, and as numel or "
+            "None."
+        )
+    return given
+
+
+def refuse_numel_alone(numel: object) -> NoReturn:
+    raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")

@@ -1,0 +1,267 @@
+"""Parameter groups as numbers: a row for each group, in a table on each device, and whether they still hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from ctypes import c_double
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from swd_fused.devices import graphs
+from swd_fused.devices.transfer import from_host, is_fake, scalar_dtype
+from swd_fused.distributed.sharding import ShardedOver
+from swd_fused.options import check_group, check_tensor_lr
+
+Group = dict[str, Any]
+Groups = Sequence[Group]
+
+PARAMS = itemgetter("params")
+SCHEDULED = {"lr", "betas"}  # what schedulers change
+
+
+class FollowedLr(Protocol):
+    """Follows the learning rate of a group whose decay depends on those of the steps before."""
+
+    def begin(self) -> None:
+        """Warns of the learning rate of a step before it is taken."""
+
+    def decay_lr(self) -> Tensor | None:
+        """Returns the column `decay_lr` on the device, None where the group's row has it."""
+
+    def count(self) -> None:
+        """Counts the learning rate of a step that was taken."""
+
+
+class Decay(Protocol):
+    """Knows how groups decay."""
+
+    def columns(self, group: Mapping[str, Any], lr: float) -> dict[str, float]:
+        """Returns the columns of a group's row that say how it decays. `lr` is -1 for one that is a tensor."""
+
+    def follow_lr(self, group: Group) -> FollowedLr | None:
+        """Returns what follows the learning rate of a group, None if its decay depends on no other one."""
+
+    def harmless_mean(self, columns: Mapping[str, float], lr: float) -> float:
+        """Returns a mean of v^ from which on there is nothing to warn of."""
+
+
+class HyperRow(NamedTuple):
+    """Holds the hyper-parameters of a parameter group: the columns of the table that kernels read."""
+
+    lr: float  # -1 stands for a tensor, which is not read here
+    decay_lr: float  # takes its place before the decay, see `decay.largest_lr`; mostly lr itself
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float  # scheduled: the paper's
+    max_decay: float
+    sign: float  # -1 to maximize
+    decoupled_decay: float  # AdamW's, or independent of the learning rate
+    l2: float  # Adam's
+    corrects_bias: float  # 1 or 0
+    cautious: float  # 1 or 0: whether only weights decay that the update brings nearer to zero
+
+
+BOTH_LRS = 2  # they come first
+
+
+def hyper_row(group: Mapping[str, Any], decay: Decay) -> HyperRow:
+    """Returns a group's row. Betas that are tensors are read."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr = -1.0 if isinstance(lr, Tensor) else max(0.0, lr)
+    return HyperRow(
+        lr=lr,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        sign=-1.0 if group["maximize"] else 1.0,
+        corrects_bias=float(group["bias_correction"]),
+        **decay.columns(group, lr),
+    )
+
+
+class GroupKind(NamedTuple):
+    """Holds what decides which state and ranks the parameters of a group have."""
+
+    size: int
+    amsgrad: bool
+    state_dtype: object
+    cautious_decay: bool
+    process_group: object
+
+
+class Hyper:
+    """Holds hyper-parameters as a table on a device, with a row for each parameter group."""
+
+    def __init__(self, rows: Sequence[HyperRow], device: torch.device) -> None:
+        self.rows = list(rows)
+        self.table = torch.tensor(rows, dtype=scalar_dtype(device), device="cpu")
+        self.is_captured = False
+        self._memory: Any = None  # of the table, where the host may write to it
+        if device.type != "cpu":
+            self.is_captured = graphs.is_capturing(device)
+            self.table = from_host(self.table, device)
+        elif not is_fake(self.table):
+            self._memory = (c_double * self.table.numel()).from_address(self.table.data_ptr())
+        self._columns: dict[str, Tensor] = {}
+
+    def follows(self, index: int, row: HyperRow) -> bool:
+        """Writes another row to the table, or returns False: one on a GPU may still be read, by a graph for instance.
+
+        A scheduler changes it in each step, and a new tensor took 25 us in a training loop.
+        """
+        if self._memory is None:
+            return False
+        self.rows[index] = row
+        self._memory[index * len(row) : (index + 1) * len(row)] = row
+        return True
+
+    def column(self, name: str) -> Tensor:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = self.table[:, HyperRow._fields.index(name)]
+        return column
+
+    def bias_correction(self, beta: str, groups: Tensor, steps: Tensor) -> Tensor:
+        """Returns 1 - beta^steps by tensor, given the group of each; or 1 where bias is not corrected."""
+        return 1 - self.column("corrects_bias")[groups] * self.column(beta)[groups] ** steps
+
+    def set_lr(self, index: int, lr: Tensor, decay_lr: Tensor | None = None) -> None:
+        """Copies a group's learning rate on the device: schedulers change it in place. Mostly decays use the same."""
+        if lr.is_cpu and graphs.is_capturing(self.table.device):
+            raise ValueError(
+                f"step got lr={lr.item():g} as a CPU tensor in the capture of a CUDA graph, which could not follow its "
+                'changes. Use lr=torch.tensor(..., device="cuda"), which the graph reads in each replay, or a number, '
+                "which stays as it is in the graph."
+            )
+        both = lr.detach().reshape(()).clamp(min=0)
+        if decay_lr is not None:
+            both = torch.stack([both.to(decay_lr.dtype), decay_lr])
+        is_waited_for = self.table.is_cpu  # else it would be read before it is there
+        self.table[index, :BOTH_LRS].copy_(both, non_blocking=not is_waited_for)
+
+
+class GroupValues:
+    """Holds the hyper-parameters of all groups as one step reads them.
+
+    Checked and made anew when any entry of a group has become another object, whatever its key: so an entry that is
+    added to groups needs no mention here. Only the numbers that schedulers change are taken up without that.
+    """
+
+    def __init__(self, groups: Groups, kind: Any, decay: Decay) -> None:
+        """`kind` is the optimizer's kind of decay, which groups must agree with."""
+        self.rows: list[HyperRow] = []
+        self.kinds: list[GroupKind] = []
+        self.tensor_lrs: list[tuple[int, Tensor]] = []
+        self._decay = decay
+        self.followed: dict[int, FollowedLr] = {}
+        self._decaying_by_lr: set[int] = set()  # whose `decay_lr` is `lr`
+        self._tables: dict[torch.device, Hyper] = {}
+        can_change = False  # without becoming another object
+        for index, group in enumerate(groups):
+            check_group(group, kind)
+            self.kinds.append(
+                GroupKind(
+                    len(group["params"]),
+                    group["amsgrad"],
+                    group["state_dtype"],
+                    group["cautious_decay"],
+                    ShardedOver.checked(group.get("process_group")),
+                )
+            )
+            lr, betas = group["lr"], group["betas"]
+            followed = decay.follow_lr(group)
+            if followed is not None:
+                self.followed[index] = followed
+            if isinstance(lr, Tensor):
+                self.tensor_lrs.append((index, lr))
+            elif followed is not None:
+                followed.begin()
+            can_change |= type(betas) is not tuple or any(isinstance(beta, Tensor) for beta in betas)
+            self.rows.append(hyper_row(group, self._decay))
+            # Not by comparing the row's two: both are 0 when a warm-up begins.
+            if followed is None and decay.columns(group, 1.0)["decay_lr"] == 1.0:
+                self._decaying_by_lr.add(index)
+        self.harmless_mean = self._harmless_mean()
+        self._sizes = list(map(len, map(PARAMS, groups)))
+        self._seen = [] if can_change else list(map(dict, groups))
+
+    def _harmless_mean(self) -> float:
+        """Returns a mean of v^ from which on there is nothing to warn of in any group."""
+        return max((self._decay.harmless_mean(row._asdict(), row.lr) for row in self.rows), default=0.0)
+
+    def hold(self, groups: Groups) -> bool:
+        """Returns whether these are the groups' values, after taking up what schedulers have changed."""
+        if len(groups) != len(self._seen):
+            return False
+        for index, group in enumerate(groups):
+            seen = self._seen[index]
+            if len(group) != len(seen) or len(group["params"]) != self._sizes[index]:
+                return False
+            is_scheduled = False
+            for key, value in group.items():
+                if seen.get(key, self) is not value:
+                    if key not in SCHEDULED:
+                        return False
+                    is_scheduled = True
+            if is_scheduled and not self._follow(index, group):
+                return False
+        return True
+
+    def _follow(self, index: int, group: Group) -> bool:
+        """Takes up other numbers, and returns whether they are plain and allowed. All else was checked before."""
+        lr, betas, seen = group["lr"], group["betas"], self._seen[index]
+        if not (
+            type(lr) is type(seen["lr"]) is float
+            and type(betas) is tuple
+            and len(betas) == 2
+            and type(betas[0]) is type(betas[1]) is float
+            and 0 <= lr < math.inf
+            and 0 <= betas[0] < 1
+            and 0 <= betas[1] < 1
+        ):
+            return False
+        rises = lr > seen["lr"]
+        seen["lr"], seen["betas"] = lr, betas
+        is_short = index in self._decaying_by_lr
+        row = HyperRow(lr, lr, *betas, *self.rows[index][4:]) if is_short else hyper_row(group, self._decay)
+        self.rows[index] = row
+        for device in list(self._tables):
+            if not self._tables[device].follows(index, row):
+                del self._tables[device]
+        if rises:
+            self.harmless_mean = self._harmless_mean()
+        if index in self.followed:
+            self.followed[index].begin()
+        return True
+
+    def begin(self) -> None:
+        """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""
+        for index, lr in self.tensor_lrs:
+            if lr.is_cpu and not is_fake(lr):
+                check_tensor_lr(lr)
+            if index in self.followed:
+                self.followed[index].begin()
+
+    def count_lrs(self, groups: Groups) -> None:
+        """Counts the learning rates of a step that was taken, which groups may keep."""
+        for index, followed in self.followed.items():
+            followed.count()
+            if self._seen:
+                self._seen[index] = dict(groups[index])
+
+    def on(self, device: torch.device) -> Hyper:
+        """Returns the table on a device, with learning rates that are tensors as they are now."""
+        hyper = self._tables.get(device)
+        if hyper is None:
+            hyper = Hyper(self.rows, device)
+            if not hyper.is_captured:  # which is empty until the graph is replayed
+                self._tables[device] = hyper
+        for index, lr in self.tensor_lrs:
+            followed = self.followed.get(index)
+            hyper.set_lr(index, lr, None if followed is None else followed.decay_lr())
+        return hyper

@@ -1,0 +1,159 @@
+"""The kinds of weight decay: the options of a parameter group that say how it decays, and what they do to a step.
+
+An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: what a step is told of a group's
+decay. The effective decay, the warning and the largest learning rate follow from these columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
+from swd_fused.decay.largest_lr import Lr, is_related, largest_lr, related_lr
+
+Group = Mapping[str, Any]
+Decay = Literal["scheduled", "decoupled", "independent", "l2"]
+
+# Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
+WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
+
+# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
+# models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
+FAR_BEYOND_ADAMW = 10.0
+
+MAX_DECAY = Check(
+    lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
+)
+ADAMW_WEIGHT_DECAY = Check(is_finite, "a finite number >= 0, as AdamW takes it")
+STEPS_LEFT = Check(is_whole, "a whole number >= 0, the steps that are left")
+LARGEST_LR = Check(
+    lambda lr: is_number(lr) and 0 < lr < math.inf, "a finite number > 0", "Use None to follow the learning rate."
+)
+LARGEST_LR_SO_FAR = Check(
+    lambda lr: is_one_float(lr) if isinstance(lr, Tensor) else is_finite(lr), "what steps have left there, or 0.0"
+)
+
+
+class DecayOptions(NamedTuple):
+    """What a parameter group says about its decay. See `options.GroupOptions`, of which these are a part."""
+
+    weight_decay: Annotated[float, FINITE] = 5e-4
+    max_decay: Annotated[float, MAX_DECAY] = 0.1
+    adamw_weight_decay: Annotated[float | None, ADAMW_WEIGHT_DECAY.or_none()] = None
+    calibration_steps: Annotated[int, STEPS_LEFT] = 0
+    corrected_decay: Annotated[bool, FLAG] = False
+    cautious_decay: Annotated[bool, FLAG] = False
+    largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
+    # Not an argument: what steps have seen, see `decay.largest_lr`. A tensor if `lr` is one.
+    largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
+    # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
+    decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
+
+
+# --- The effect
+
+
+def columns(group: Group, lr: float) -> dict[str, float]:
+    """Returns the columns of a group's row that say how it decays. Of scheduled and decoupled decay and L2 two are 0.
+
+    A step multiplies weights by 1 - min(decay_lr * weight_decay / (root of the mean + eps), max_decay) - decay_lr *
+    decoupled_decay. `lr` is -1 for one that is a tensor, whose `decay_lr` is found on the device.
+    """
+    kind, weight_decay, calibrated = group["decay"], group["weight_decay"], group["adamw_weight_decay"]
+    decoupled = weight_decay if kind in ("decoupled", "independent") else calibrated or 0.0
+    return {
+        "decay_lr": related_lr(group, lr, largest_lr(group, lr)) if lr > 0 and is_related(group) else lr,
+        "weight_decay": weight_decay if kind == "scheduled" and calibrated is None else 0.0,
+        "max_decay": group["max_decay"],
+        "decoupled_decay": decoupled if weight_decay > 0 else 0.0,  # calibrated decay is switched off as the schedule's
+        "l2": weight_decay if kind == "l2" else 0.0,
+        "cautious": float(group["cautious_decay"]),
+    }
+
+
+def divisor(exp_avg_sq_mean: Lr, eps: Lr | float) -> Lr:
+    """The schedule: returns what it divides `weight_decay` by, the root of the mean plus eps."""
+    root = exp_avg_sq_mean.sqrt() if isinstance(exp_avg_sq_mean, Tensor) else math.sqrt(exp_avg_sq_mean)
+    return root + eps
+
+
+def decay_factor(exp_avg_sq_mean: Tensor, column: Callable[[str], Tensor]) -> Tensor:
+    """Returns by group the factor that weights are multiplied by, given the columns by name.
+
+    A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which would spread to all weights.
+    """
+    lr = column("decay_lr")
+    shrink = lr * column("weight_decay") / divisor(exp_avg_sq_mean, column("eps"))
+    scheduled = torch.where(exp_avg_sq_mean > 0, torch.minimum(shrink, column("max_decay")), 0.0)
+    return 1 - scheduled - lr * column("decoupled_decay")
+
+
+# --- What follows from it
+
+
+def effective_decay(group: Group, exp_avg_sq_mean: float, lr: float) -> float:
+    """Returns the `weight_decay` with which AdamW would shrink the weights of a group as much, within `max_decay`."""
+    if math.isnan(exp_avg_sq_mean):
+        return math.nan
+    found = columns(group, lr)
+    # In units of the learning rate, also where that is 0: as if it were about to rise.
+    per_lr = found["decay_lr"] / lr if lr > 0 else _share_at_zero(group)
+    scheduled = 0.0
+    if exp_avg_sq_mean > 0:
+        scheduled = per_lr * found["weight_decay"] / divisor(exp_avg_sq_mean, group["eps"])
+        scheduled = min(scheduled, found["max_decay"] / lr if lr > 0 else math.inf)
+    return scheduled + per_lr * found["decoupled_decay"]
+
+
+def _share_at_zero(group: Group) -> float:
+    if not is_related(group):
+        return 1.0
+    largest = largest_lr(group, 0.0)
+    if group["decay"] == "independent":
+        return 1 / largest if largest else 0.0
+    return 0.0 if largest else 1.0
+
+
+def harmless_mean(found: Mapping[str, float], lr: float) -> float:
+    """Returns a mean from which on there is nothing to warn of in a group with these columns."""
+    if lr < 0:
+        return math.inf if found["weight_decay"] else 0.0
+    rms = found["weight_decay"] * max(found["decay_lr"] / found["max_decay"], 1 / FAR_BEYOND_ADAMW)
+    return rms * rms
+
+
+def check_combination(group: Group) -> None:
+    """Refuses options that mean nothing together."""
+    kind = group["decay"]
+    if group["adamw_weight_decay"] is not None:
+        check_is_scheduled(group["adamw_weight_decay"], kind)
+    if kind == "l2" and (group["corrected_decay"] or group["cautious_decay"]):
+        name = "corrected_decay" if group["corrected_decay"] else "cautious_decay"
+        raise ValueError(
+            f"FusedAdamS got {name}=True with decay='l2', which acts on the gradient and takes no share of the weight "
+            "that could be corrected or left out. Use decay='decoupled' or 'scheduled'."
+        )
+    if kind == "independent" and group["corrected_decay"]:
+        raise ValueError(
+            "FusedAdamS got corrected_decay=True with decay='independent', which is related to the largest learning "
+            "rate already. Leave it out; or use decay='decoupled', which corrected_decay makes AdamC's."
+        )
+    if kind == "independent" and group["weight_decay"] >= 1:
+        raise ValueError(
+            f"FusedAdamS got weight_decay={group['weight_decay']!r} with decay='independent', wanted a number in "
+            "[0, 1): the share of a weight that a step removes. AdamW's value times its lr is a good choice."
+        )
+
+
+def check_is_scheduled(adamw_weight_decay: object, kind: Decay) -> None:
+    """Refuses AdamW's decay where there is no schedule that could start from it."""
+    if kind != "scheduled":
+        raise ValueError(
+            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r} with decay={kind!r}, which has no schedule "
+            "that could start from it. Use weight_decay."
+        )

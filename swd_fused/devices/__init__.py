@@ -1,0 +1,1 @@
+"""Copies between host and device, and the memory that CUDA graphs refer to."""

@@ -1,0 +1,1 @@
+"""Steps whose gradients come from elsewhere than `.grad` after a backward pass: gradient release, compiled graphs."""

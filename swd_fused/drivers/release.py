@@ -1,0 +1,298 @@
+"""Gradient release: parameters are stepped during the backward pass, as soon as their gradients are complete."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from swd_fused.core.ranks import sharding_in
+from swd_fused.core.schedule import Gate
+from swd_fused.core.snapshot import State
+from swd_fused.core.sources import StepCall
+from swd_fused.core.step import Step, Uninterrupted
+from swd_fused.core.stepper import Stepper
+from swd_fused.core.values import Groups
+from swd_fused.distributed.refusals import refuse_late_reduction
+from swd_fused.distributed.sharding import local_tensor
+from swd_fused.options import Options
+from swd_fused.state.moments import has_moments
+
+# Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
+# The host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must
+# not be a thousand updates; and what is kept waiting is little beside the largest layer's gradient.
+GATHERED_BYTES = 4 << 20
+
+NO_GATE = Gate()
+
+
+class ReleasedStep:
+    """Holds a step that backward passes take, until `optimizer.step()` ends it."""
+
+    def __init__(self, step: Step, options: Options, keeps_gradients: bool) -> None:
+        self.step, self.options = step, options  # other options make a new step
+        self.keeps_gradients = keeps_gradients  # no parameter has taken a step yet, and a first step is exact
+        self.stepped: set[int] = set()  # ids of parameters
+        self.gathered: dict[int, Tensor] = {}  # by id
+        self.gathered_bytes = 0
+
+
+class GradientRelease:
+    """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
+
+    The lagged mean follows from the state before the step, so it is known before the first gradient. Each update has
+    the snapshot of an ordinary step, in which all gradients but a few are absent. A first step is exact and needs all
+    gradients: it is an ordinary one, taken by `optimizer.step()`.
+    """
+
+    def __init__(self, stepper: Stepper, groups: Groups, state: State) -> None:
+        self._stepper = stepper
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._hooks: dict[int, GradientHook] = {}  # by id of the parameter
+        self._watched: list[Tensor] = []  # the parameters that these ids belong to
+        self._accumulating = 0
+        self._knows_wrappers = False
+        self._begun: ReleasedStep | None = None
+        self._order = StreamOrder()
+        self._is_removed = False
+        check_can_release(stepper.options)
+        refuse_late_reduction(params_of(groups))
+        self.watch(groups, state)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
+        return self._is_removed and self._begun is None
+
+    def remove(self) -> None:
+        """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._is_removed = True
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Lets backward passes only accumulate gradients."""
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
+    def check_change(self, name: str, value: object, options: Options) -> None:
+        """Raises if an option cannot be set to this value now, or ever."""
+        if self._begun is not None:
+            raise RuntimeError(
+                f"FusedAdamS got {name}={value!r} after a backward pass that has stepped parameters already, with "
+                f"release_gradients() on: {name} holds for whole steps. Call optimizer.step() first."
+            )
+        check_can_release(options)
+
+    def watch(self, groups: Groups, state: State) -> None:
+        """Hooks the parameters that the optimizer has now, and no others: groups are added, and wrappers replace
+        tensors."""
+        self._groups, self._state = groups, state
+        group_of = {id(param): group for group in groups for param in group["params"]}
+        by_id = {id(param): param for param in params_of(groups) if param.requires_grad}
+        for gone in self._hooks.keys() - by_id.keys():
+            self._hooks.pop(gone).remove()
+        for number in by_id.keys() - self._hooks.keys():
+            param = by_id[number]
+            # Alike on all ranks, so that they step together what may have to be redistributed among them.
+            sharding = sharding_in(group_of[number], param, self._stepper.sharded_over)
+            size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
+            self._hooks[number] = GradientHook(self, param, size)
+        self._watched = list(by_id.values())
+
+    def forget(self) -> None:
+        """Drops a step that was begun, after other state was loaded."""
+        self._begun = None
+
+    # --- A step
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def take(self, param: Tensor, size: int) -> None:
+        """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
+        with self._lock:
+            if self._accumulating or self._is_removed:
+                return
+            begun = self._begin()
+            if begun.keeps_gradients:
+                return
+            if id(param) in begun.stepped or id(param) in begun.gathered:
+                raise RuntimeError(second_gradient(param))
+            begun.gathered[id(param)] = param
+            begun.gathered_bytes += size
+            if begun.gathered_bytes >= GATHERED_BYTES:
+                self._update(begun, list(begun.gathered.values()))
+
+    @_disable_dynamo
+    def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
+        """Steps what was not released, and ends the step."""
+        check_call(call)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._groups, self._state = groups, state
+            begun, params = self._begin(), params_of(groups)
+            rest = [param for param in params if param.grad is not None]
+            again = [param for param in rest if id(param) in begun.stepped]
+            if again:
+                raise RuntimeError(second_gradient(again[0]))
+            begun.step.is_partial = False
+            with Uninterrupted():
+                self._update(begun, rest)
+                begun.step.end()
+                self._begun = None
+            if self._is_removed:
+                return
+            for param in params:
+                param.grad = None
+            self.watch(groups, state)
+
+    def _begin(self) -> ReleasedStep:
+        """Returns the step that is begun, or begins one."""
+        stepper = self._stepper
+        if self._begun is None or self._begun.options is not stepper.options:
+            check_can_release(stepper.options)
+            if not self._knows_wrappers:  # the model may have been wrapped in the meantime
+                refuse_late_reduction(params_of(self._groups))
+                self._knows_wrappers = True
+            step = Step(stepper, self._groups, self._state, stepper.source, NO_GATE)
+            step.is_partial = True
+            self._begun = ReleasedStep(step, stepper.options, keeps_gradients=not has_state(self._state))
+        return self._begun
+
+    def _update(self, begun: ReleasedStep, params: list[Tensor]) -> None:
+        """Steps these parameters and frees their gradients; or finds that no parameter has taken a step yet."""
+        every, ids = params_of(self._groups), set(map(id, params))
+        grads = [param.grad if id(param) in ids else None for param in every]
+        self._order.begin(params)
+        with Uninterrupted():
+            try:
+                is_done = begun.step.update(every, grads)
+            finally:
+                begun.gathered, begun.gathered_bytes = {}, 0
+            if not is_done:
+                begun.keeps_gradients = True
+                return
+            self._order.end(params)
+            begun.stepped |= ids
+            for param in params:
+                param.grad = None
+
+
+class GradientHook:
+    """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
+
+    def __init__(self, release: GradientRelease, param: Tensor, size: int) -> None:
+        hooks: dict[int, Callable[[Tensor], None]] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for number in [number for number, hook in hooks.items() if isinstance(hook, GradientHook)]:
+            del hooks[number]  # of an optimizer that this one takes the place of
+        self._release = weakref.ref(release)
+        self._size = size
+        self._handle: Any = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, param: Tensor) -> None:
+        release = self._release()
+        if release is not None:
+            release.take(param, self._size)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def params_of(groups: Groups) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
+
+
+def has_state(state: State) -> bool:
+    return any(isinstance(entry, dict) and has_moments(entry) for entry in state.values())
+
+
+class StreamOrder:
+    """Keeps updates in order on GPUs, where FSDP2 and autograd call hooks on streams of their own."""
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, torch.cuda.Event] = {}
+
+    def begin(self, params: Iterable[Tensor]) -> None:
+        """Makes the current streams wait for the update before."""
+        for device, event in self._last.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        for param in params:
+            if param.grad is not None and param.is_cuda:
+                # It is freed while the update is still to run, and may belong to another stream.
+                local_tensor(param.grad).record_stream(torch.cuda.current_stream(param.device))
+
+    def end(self, params: Iterable[Tensor]) -> None:
+        for device in {param.device for param in params if param.is_cuda}:
+            self._last[device] = torch.cuda.current_stream(device).record_event()
+
+
+# --- What gradient release does not go with
+
+
+def check_can_release(options: Options) -> None:
+    if options.max_grad_norm is not None or options.skip_nonfinite:
+        norm = options.max_grad_norm
+        got = "skip_nonfinite=True" if norm is None else f"max_grad_norm={norm!r}"
+        raise ValueError(
+            f"release_gradients does not go with {got}, which needs the norm of all gradients before the first update. "
+            "Leave that out, or gradient release, which remove() of what it returned ends."
+        )
+    if not options.needs_one_pass:
+        raise ValueError(
+            'release_gradients does not go with schedule="exact", whose mean is not known before all gradients are. '
+            'Use schedule="lagged", whose mean is that of the step before; or end gradient release by remove() of what '
+            "it returned."
+        )
+
+
+def refuse_step_in_backward() -> NoReturn:
+    """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
+    raise RuntimeError(
+        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
+        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
+        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
+        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
+        "step() after backward() ends the step."
+    )
+
+
+def check_call(call: StepCall) -> None:
+    """Refuses what `step` cannot be told after gradients were released."""
+    if call.grad_sumsq is not None or call.numel is not None:
+        raise RuntimeError(
+            "FusedAdamS.step() got the gradients' sum of squares with release_gradients() on, after most of them were "
+            'stepped and freed. Use one of the two: grad_sumsq, or gradient release with schedule="lagged".'
+        )
+    if call.grad_scale is not None or call.found_inf is not None:
+        raise RuntimeError(
+            "FusedAdamS.step() was called by a GradScaler with release_gradients() on: the loss scale, and whether to "
+            "skip the step, come after most gradients were stepped and freed. Train in bfloat16, which needs no loss "
+            "scaling, or without gradient release."
+        )
+
+
+def refuse_closure() -> NoReturn:
+    raise RuntimeError(
+        "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "
+        "runs the backward pass. Call backward() first, then step() without it."
+    )
+
+
+def second_gradient(param: Tensor) -> str:
+    return (
+        f"A parameter of shape {tuple(param.shape)} got a second gradient before optimizer.step(), but with "
+        "release_gradients() on its first gradient is used up. To accumulate gradients over several backward passes "
+        "run all but the last within optimizer.accumulate_gradients(). After a backward pass that has failed call "
+        "optimizer.zero_grad() and optimizer.step(), which ends the step for the parameters that have taken it."
+    )

@@ -1,0 +1,66 @@
+"""The state's tensors as kernels take them: a column for each operand, in whichever form a state holds it.
+
+This list is the only one. csrc/cpu/operands.h and backends/triton/kernels/tables.py have the same names, and a test
+compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swd_fused.distributed.sharding import local_tensor
+from swd_fused.options import MASTER, REMAINDER
+from swd_fused.state.eight_bit import CODES, SCALES
+
+
+class StateColumns(NamedTuple):
+    """The tensors of a bucket's state but its step counts, as lists with a place for each parameter.
+
+    A list is empty if no parameter has such a tensor; an empty tensor stands for one that only others have.
+    """
+
+    exp_avgs: list[Tensor]  # or their 8-bit codes
+    exp_avg_sqs: list[Tensor]  # likewise
+    max_exp_avg_sqs: list[Tensor]
+    masters: list[Tensor]  # or their remainders
+    exp_avg_scales: list[Tensor]  # of codes
+    exp_avg_sq_scales: list[Tensor]
+
+
+# The keys of each column's tensor, of which a state has at most one.
+KEYS: dict[str, tuple[str, ...]] = {
+    "exp_avgs": ("exp_avg", CODES["exp_avg"]),
+    "exp_avg_sqs": ("exp_avg_sq", CODES["exp_avg_sq"]),
+    "max_exp_avg_sqs": ("max_exp_avg_sq",),
+    "masters": (MASTER, REMAINDER),
+    "exp_avg_scales": (SCALES["exp_avg"],),
+    "exp_avg_sq_scales": (SCALES["exp_avg_sq"],),
+}
+
+STORED = [key for keys in KEYS.values() for key in keys]
+SECOND_MOMENTS = [*KEYS["exp_avg_sqs"], *KEYS["exp_avg_sq_scales"], *KEYS["max_exp_avg_sqs"]]
+
+
+def columns_of(states: Sequence[dict[str, Any]], amsgrad: bool) -> StateColumns:
+    """Returns the columns of some parameters' state: local parts, and complex tensors as pairs of real numbers.
+
+    Maxima that a group does not use any more are left alone.
+    """
+    used = {name: keys for name, keys in KEYS.items() if amsgrad or name != "max_exp_avg_sqs"}
+    lists: dict[str, list[Tensor]] = {name: [] for name in KEYS}
+    for name, keys in used.items():
+        found = [next((state[key] for key in keys if key in state), None) for state in states]
+        if any(tensor is not None for tensor in found):
+            like = next(tensor for tensor in found if tensor is not None)
+            none = torch.empty(0, dtype=like.dtype, device=like.device)
+            lists[name] = [none if tensor is None else as_real(local_tensor(tensor)) for tensor in found]
+    return StateColumns(**lists)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Returns a view of a complex tensor as pairs of real numbers, and any other tensor itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

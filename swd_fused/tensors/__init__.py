@@ -1,1 +1,0 @@
-"""The tensors of a step: what is known of them, and how one notices that it no longer holds."""
