@@ -46,15 +46,17 @@ class ClippedSteps:
         if step.is_continued:
             return
         results, max_grad_norm = step.results, step.gate.max_grad_norm or math.inf
-        norm = results if isinstance(results, Tensor) else results.grad_norm
-        if is_fake(norm):
+        if type(results) is Tensor and results.is_cpu:
+            _, norm, skip = results.tolist()
+        elif is_fake(results[1]):
             return
-        if not can_be_read(norm):
+        elif can_be_read(results[1]):
+            norm, skip = float(results[1]), step.skip is not None and bool(step.skip)
+        else:
             self._count_on_device(results[1], max_grad_norm, step.skip)
             return
-        _, grad_norm, skip = results.tolist() if isinstance(results, Tensor) else results
-        if not (step.gate.may_skip and skip):
-            self._clipped += bool(grad_norm > max_grad_norm)
+        if not skip:
+            self._clipped += norm > max_grad_norm
             self._all += 1
 
     def _count_on_device(self, grad_norm: Tensor, max_grad_norm: float, skip: Tensor | None) -> None:

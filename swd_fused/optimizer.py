@@ -32,6 +32,9 @@ from swd_fused.options import BackendName, Compatibility, Options, Schedule, Sta
 from swd_fused.settings import Checked, Setting, unwrapped
 from swd_fused.state.master_weights import master_of
 
+ORDINARY_CALL = StepCall()
+SCALING = {"grad_scale", "found_inf"}  # which GradScaler sets for a step
+
 
 class FusedAdamS(Optimizer):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
@@ -226,7 +229,9 @@ class FusedAdamS(Optimizer):
                     refuse_step_in_backward()
                 if provider is not None:
                     grad_sumsq, numel = provided(provider())
-            call = StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            call = ORDINARY_CALL
+            if grad_sumsq is not None or not SCALING.isdisjoint(self.__dict__):
+                call = StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
             if self._gradient_release is None:
                 take(self._stepper, self.param_groups, self.state, None, call)
             else:

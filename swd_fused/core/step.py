@@ -62,7 +62,15 @@ class Step:
     ranks: Collective
     results: StepScalars | Tensor  # known at the end
     skip: Tensor | None = None  # not 0 if the step changes nothing; None if it could not be skipped
+    mean: Tensor | None = None
+    grad_factor: Tensor | None = None
+    grad_sqs: dict[Sharding, Tensor]  # of squared gradients, where the update was the first to sum them
     is_partial = False
+    interrupts: DeferredInterrupts | None = None  # from when something is written; to be delivered after the end
+    _is_captured = False
+    _snapshot: Snapshot | None = None
+    _at_once: Tensor | None = None  # the results, if one call has taken the whole step
+    _grad_sq: Tensor | None = None
 
     def __init__(self, stepper: Stepper, groups: Groups, state: State, source: Source, gate: Gate) -> None:
         """Reads the groups. What the steps before have to say is said here."""
@@ -77,14 +85,11 @@ class Step:
             values.begin()
         self.groups, self.source, self.gate = groups, source, gate
         self._stepper, self._state, self._values = stepper, state, values
-        self.number = stepper.steps_taken + 1
-        self._is_captured = False
-        self._snapshot: Snapshot | None = None
-        self._at_once: Tensor | None = None  # the results, if one call has taken the whole step
-        self.mean: Tensor | None = None
-        self.grad_factor: Tensor | None = None
-        self._grad_sq: Tensor | None = None
-        self.grad_sqs: dict[Sharding, Tensor] = {}  # of squared gradients, where the update was the first to sum them
+
+    @property
+    def number(self) -> int:
+        """How many steps were taken before and with it, since training or a resumed run began."""
+        return self._stepper.steps_taken
 
     @property
     def is_continued(self) -> bool:
@@ -116,10 +121,14 @@ class Step:
             self.buckets, self.ranks = snapshot.buckets, snapshot.ranks
             if self.mean is None and self.is_partial and not self.source.is_known(snapshot):
                 return False
-            self._snapshot = snapshot
-            if self.mean is None and snapshot.only_bucket is not None and not self.is_partial:
-                self._at_once = self._take_at_once(snapshot.only_bucket)
+            self._snapshot, bucket = snapshot, snapshot.only_bucket
+            if bucket is not None and self.mean is None and not self.is_partial:
+                # One call that nothing has to be counted after cannot be interrupted.
+                if not bucket.backend.is_atomic or stepper.counts_steps or self.gate.may_skip:
+                    self._defer_interrupts()
+                self._at_once = self._take_at_once(bucket)
             if self._at_once is None:
+                self._defer_interrupts()
                 self._update_buckets(snapshot)
         finally:
             snapshot.end()
@@ -127,9 +136,21 @@ class Step:
                 stepper.keep_for_graphs(graphs.kept())
         return True
 
+    def _defer_interrupts(self) -> None:
+        """Puts off Ctrl-C until whoever takes the step has ended it, and lets `interrupts` deliver."""
+        if self.interrupts is None:
+            self.interrupts = DeferredInterrupts()
+
+    def deliver_interrupts(self) -> None:
+        """Calls the handler of an interrupt that was put off."""
+        interrupts, self.interrupts = self.interrupts, None
+        if interrupts is not None:
+            interrupts.deliver()
+
     def _update_buckets(self, snapshot: Snapshot) -> None:
         ranks, gate = self.ranks, self.gate
         if self.mean is None:
+            self.grad_sqs = {}
             sums = self.source.sums(snapshot, gate)
             self._grad_sq = sums.grad_sq
             self.grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
@@ -187,7 +208,7 @@ class Step:
         elif gate.may_skip:
             self.skip = results[2]
         self.results = stepper.last = results
-        stepper.steps_taken = self.number
+        stepper.steps_taken += 1
         if self._values.followed:
             self._values.count_lrs(self.groups)
         if self.skip is not None and not self.source.continues:
@@ -223,30 +244,38 @@ def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | No
         grads = list(map(GRAD, params))
     if call.grad_sumsq is not None or stepper.in_parts.is_begun:
         step.source = stepper.source_for(call, groups, state)
-    with Uninterrupted():
+    try:
         step.update(params, grads)
         step.end()
+    finally:
+        if step.interrupts is not None:
+            step.deliver_interrupts()
     return None
 
 
-class Uninterrupted:
-    """Puts off Ctrl-C to the end of a block: in the middle of a step some parameters would be updated and some not, or
-    all of them, but the step not yet counted.
+class DeferredInterrupts:
+    """Puts off Ctrl-C from when it is made until `deliver`: in the middle of a step some parameters would be updated
+    and some not, or all of them, but the step not yet counted.
 
-    The handler of SIGINT, which raises KeyboardInterrupt unless the user has set another, is called at the end. Only
-    the main thread gets signals. To exchange handlers takes 1 us; a mask of signals would not keep them from threads
-    of torch, through which they reach the main thread all the same.
+    The handler of SIGINT, which raises KeyboardInterrupt unless the user has set another, is called then. Only the main
+    thread gets signals. To exchange handlers takes 1.3 us; a mask of signals would not keep them from threads of torch,
+    through which they reach the main thread all the same.
     """
 
-    def __enter__(self) -> None:
-        self._handler: Any = _signal.getsignal(_signal.SIGINT)
-        self._received: list[tuple[Any, ...]] = []
-        self._is_set = callable(self._handler) and current_thread() is main_thread()
-        if self._is_set:
-            _signal.signal(_signal.SIGINT, lambda *signal: self._received.append(signal))
+    __slots__ = ("_handler", "_received")
 
-    def __exit__(self, *_: object) -> None:
-        if self._is_set:
+    def __init__(self) -> None:
+        handler: Any = _signal.getsignal(_signal.SIGINT)
+        self._handler = handler if callable(handler) and current_thread() is main_thread() else None
+        self._received: tuple[Any, ...] | None = None
+        if self._handler is not None:
+            _signal.signal(_signal.SIGINT, self._receive)
+
+    def _receive(self, *signal: Any) -> None:
+        self._received = signal
+
+    def deliver(self) -> None:
+        if self._handler is not None:
             _signal.signal(_signal.SIGINT, self._handler)
-            if self._received:
-                self._handler(*self._received[0])
+            if self._received is not None:
+                self._handler(*self._received)

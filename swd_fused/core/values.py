@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -145,6 +145,18 @@ class Hyper:
         self.table[index, :BOTH_LRS].copy_(both, non_blocking=not is_waited_for)
 
 
+class Seen(NamedTuple):
+    """Holds a group as it was read."""
+
+    entries: Group
+    rest: Callable[[Group], tuple[object, ...]]  # returns what schedulers do not change
+    size: int
+
+    @staticmethod
+    def of(group: Group) -> Seen:
+        return Seen(dict(group), itemgetter(*(group.keys() - SCHEDULED)), len(group["params"]))
+
+
 class GroupValues:
     """Holds the hyper-parameters of all groups as one step reads them.
 
@@ -187,8 +199,7 @@ class GroupValues:
             if followed is None and decay.columns(group, 1.0)["decay_lr"] == 1.0:
                 self._decaying_by_lr.add(index)
         self.harmless_mean = self._harmless_mean()
-        self._sizes = list(map(len, map(PARAMS, groups)))
-        self._seen = [] if can_change else list(map(dict, groups))
+        self._seen = [] if can_change else list(map(Seen.of, groups))
 
     def _harmless_mean(self) -> float:
         """Returns a mean of v^ from which on there is nothing to warn of in any group."""
@@ -199,22 +210,22 @@ class GroupValues:
         if len(groups) != len(self._seen):
             return False
         for index, group in enumerate(groups):
-            seen = self._seen[index]
-            if len(group) != len(seen) or len(group["params"]) != self._sizes[index]:
+            seen, rest, size = self._seen[index]
+            if len(group) != len(seen) or len(group["params"]) != size:
                 return False
-            is_scheduled = False
-            for key, value in group.items():
-                if seen.get(key, self) is not value:
-                    if key not in SCHEDULED:
-                        return False
-                    is_scheduled = True
-            if is_scheduled and not self._follow(index, group):
+            try:
+                if not all(map(is_, rest(group), rest(seen))):
+                    return False
+            except KeyError:  # another key in place of one
+                return False
+            is_same = group["lr"] is seen["lr"] and group["betas"] is seen["betas"]
+            if not (is_same or self._follow(index, group, seen)):
                 return False
         return True
 
-    def _follow(self, index: int, group: Group) -> bool:
+    def _follow(self, index: int, group: Group, seen: Group) -> bool:
         """Takes up other numbers, and returns whether they are plain and allowed. All else was checked before."""
-        lr, betas, seen = group["lr"], group["betas"], self._seen[index]
+        lr, betas = group["lr"], group["betas"]
         if not (
             type(lr) is type(seen["lr"]) is float
             and type(betas) is tuple
@@ -252,7 +263,7 @@ class GroupValues:
         for index, followed in self.followed.items():
             followed.count()
             if self._seen:
-                self._seen[index] = dict(groups[index])
+                self._seen[index] = Seen.of(groups[index])
 
     def on(self, device: torch.device) -> Hyper:
         """Returns the table on a device, with learning rates that are tensors as they are now."""

@@ -17,7 +17,7 @@ from swd_fused.core.ranks import sharding_in
 from swd_fused.core.schedule import Gate
 from swd_fused.core.snapshot import State
 from swd_fused.core.sources import StepCall
-from swd_fused.core.step import Step, Uninterrupted
+from swd_fused.core.step import Step
 from swd_fused.core.stepper import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.distributed.refusals import refuse_late_reduction
@@ -147,10 +147,12 @@ class GradientRelease:
             if again:
                 raise RuntimeError(second_gradient(again[0]))
             begun.step.is_partial = False
-            with Uninterrupted():
+            try:
                 self._update(begun, rest)
                 begun.step.end()
                 self._begun = None
+            finally:
+                begun.step.deliver_interrupts()
             if self._is_removed:
                 return
             for param in params:
@@ -175,11 +177,8 @@ class GradientRelease:
         every, ids = params_of(self._groups), set(map(id, params))
         grads = [param.grad if id(param) in ids else None for param in every]
         self._order.begin(params)
-        with Uninterrupted():
-            try:
-                is_done = begun.step.update(every, grads)
-            finally:
-                begun.gathered, begun.gathered_bytes = {}, 0
+        try:
+            is_done = begun.step.update(every, grads)
             if not is_done:
                 begun.keeps_gradients = True
                 return
@@ -187,6 +186,10 @@ class GradientRelease:
             begun.stepped |= ids
             for param in params:
                 param.grad = None
+        finally:
+            begun.gathered, begun.gathered_bytes = {}, 0
+            if begun.step.is_partial:
+                begun.step.deliver_interrupts()
 
 
 class GradientHook:
