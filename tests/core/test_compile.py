@@ -36,6 +36,7 @@ def backward(net: torch.nn.Module, x: torch.Tensor) -> None:
     net(x).square().mean().backward()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("lr", [1e-2, "tensor"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

@@ -197,6 +197,7 @@ def available_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(available_memory() < 11 * 2**30, reason="needs 11 GB of memory: tensors beyond 2^31 elements")
 def test_beyond_2_31_elements() -> None:
     """Parameter and gradient are dense bfloat16, 4.3 GB each. Expanded moments take little memory: with betas of zero

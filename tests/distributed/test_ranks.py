@@ -19,6 +19,8 @@ import torch.distributed as dist
 from tests.distributed import ranks
 from tests.distributed.ranks import on_ranks
 
+pytestmark = pytest.mark.slow  # of what only tests use
+
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

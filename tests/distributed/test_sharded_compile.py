@@ -16,6 +16,8 @@ from swd_fused import FusedAdamS
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, defined, distance, new_model, param_groups, train
 
+pytestmark = pytest.mark.slow
+
 
 def sharded() -> tuple[nn.Module, FusedAdamS]:
     model = fully_shard(new_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

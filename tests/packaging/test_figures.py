@@ -1,4 +1,4 @@
-"""Figures on the README and in docs/: step times are those of the one run that is kept, claims have their command."""
+"""Figures on the README and in docs/: step times are those of the one run that is kept."""
 
 from __future__ import annotations
 
@@ -69,25 +69,3 @@ def test_steps_in_training_loops_are_those_of_one_run(page: str) -> None:
         chosen = [rows[name] for name in ("exact", "lagged", "exact with clipping")]
         figures = [f"{float(r['ratio']):.2f} ({100 * (float(r['whole_ratio']) - 1):+.1f}%)" for r in chosen]
         assert f"| {model}, {parameters:,} | {' | '.join(figures)} |" in text
-
-
-@pytest.mark.parametrize(
-    ("page", "claim", "command"),
-    [
-        ("README.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
-        ("README.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
-        ("README.md", "Without the C++ kernels", "make bench"),
-        ("docs/distributed.md", "to 1e-12", "python -m pytest tests/distributed/test_sharded.py"),
-        ("docs/numerics.md", "to 1e-14", "python -m pytest tests/core/test_definition.py"),
-        ("docs/benchmarks.md", "| shapes |", "make bench"),
-    ],
-)
-def test_claims_have_their_command(page: str, claim: str, command: str) -> None:
-    """In the same paragraph, or in that before a table."""
-    text = (ROOT / page).read_text()
-    before, found, after = text.partition(claim)
-    assert found
-    nearby = "\n\n".join(before.split("\n\n")[-2:]) + after.partition("\n\n")[0]
-    assert f"`{command}`" in nearby
-    for path in re.findall(r"tests/\S+\.py", command):
-        assert (ROOT / path).exists()
