@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TRITON = "swd_fused/backends/triton"
+COMPILER = f"{sys.executable} tests/cached_compiler.py"
 
 # Files of tests by the names that the table has for them. The backend follows from the mutant's file.
 FILES = {
@@ -75,27 +76,32 @@ class Tree:
             shutil.copy(built, folder / "swd_fused")
         self.built = [(path, path.read_bytes()) for path in (folder / "swd_fused").glob("*.so")]
 
-    def survives(self, mutant: Mutant) -> str | None:
-        """Returns what is wrong: it survives, or cannot be tried. None if a test fails."""
+    def problem(self, mutant: Mutant) -> str | None:
+        """Returns why a mutant survives or cannot be tried. None if a test fails that passes without it."""
         path = self.folder / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
-            return f"the text to replace is there {text.count(mutant.old)} times"
+            return f"ERROR, the text to replace is there {text.count(mutant.old)} times"
+        if self.tested(mutant):
+            return "ERROR, its tests fail without it"
         path.write_text(text.replace(mutant.old, mutant.new))
         try:
             is_cpp = mutant.file.startswith("csrc/")
-            if is_cpp and self.run("setup.py", "-q", "build_ext", "--inplace", "--force"):
-                return "it does not compile"
-            backend = "triton" if mutant.file.startswith(TRITON) else "cpu"
-            compiled = any("gpu_code" in path for path in mutant.tests)
-            variables = {"SWD_FUSED_TEST_BACKENDS": backend, "TRITON_INTERPRET": str(int(not compiled))}
-            code = self.run("-m", "pytest", "-x", "-q", "-m", "not slow", *mutant.tests, **variables)
-            return {0: "SURVIVED", 1: None}.get(code, f"pytest ended with {code}")
+            if is_cpp and self.run("setup.py", "-q", "build_ext", "--inplace", "--force", CXX=COMPILER):
+                return "ERROR, it does not compile"
+            code = self.tested(mutant)
+            return {0: "SURVIVED", 1: None}.get(code, f"ERROR, pytest ended with {code}")
         finally:
             path.write_text(text)
             for built, content in self.built:
                 built.unlink(missing_ok=True)  # a program that runs keeps its file
                 built.write_bytes(content)
+
+    def tested(self, mutant: Mutant) -> int:
+        backend = "triton" if mutant.file.startswith(TRITON) else "cpu"
+        compiled = any("gpu_code" in path for path in mutant.tests)
+        variables = {"SWD_FUSED_TEST_BACKENDS": backend, "TRITON_INTERPRET": str(int(not compiled))}
+        return self.run("-m", "pytest", "-x", "-q", "-m", "not slow", *mutant.tests, **variables)
 
     def run(self, *arguments: str, **variables: str) -> int:
         environment = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
@@ -112,7 +118,7 @@ def tried(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, str | None
         def attempt(mutant: Mutant) -> str | None:
             tree = trees.get()
             try:
-                return tree.survives(mutant)
+                return tree.problem(mutant)
             finally:
                 trees.put(tree)
 
