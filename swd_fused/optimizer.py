@@ -249,8 +249,9 @@ class FusedAdamS(Optimizer):
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
-        Needs `schedule="lagged"`, and gives the same result bit for bit. `step()` ends the step as before. The first
-        step, which is exact, keeps gradients until then, and may round its mean differently in the last bits.
+        The result is the same bit for bit. `step()` ends the step as before. Scheduled decay needs `schedule="lagged"`:
+        its first step, which is exact, keeps gradients until `step()`, and may round its mean differently in the last
+        bits. The other kinds of decay need no mean, take no `schedule=`, and free gradients from the first step on.
         Hyper-parameters are read in the backward pass. `remove()` of what is returned ends gradient release. Use FSDP2
         or a single process: DistributedDataParallel reduces gradients too late. Not with clipping or GradScaler.
         """
