@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
+from swd_fused.clipping_warning import ClippingWarning, Counts
 from swd_fused.devices.transfer import can_be_read, is_fake, to_device
 from swd_fused.options import Options
 
@@ -21,22 +22,40 @@ Groups = Sequence[dict[str, Any]]
 
 
 class ClippedSteps:
-    """Counts the steps that clipped, and all that might have: as numbers for steps on a CPU, else as tensors.
+    """Counts the steps that clipped, and all that might have, and warns if nothing is left of the schedule.
 
-    There is nothing to wait for on a CPU, and tensor operations would take half as long as a small step.
+    The counts are numbers for steps on a CPU, where there is nothing to wait for and tensor operations would take half
+    as long as a small step; else tensors.
     """
 
-    needs_small_mean = is_due = False
+    needs_small_mean = False
 
     def __init__(self) -> None:
         self._clipped = self._all = 0
         self._on_device: Tensor | None = None  # both again; a CUDA graph increases them in each replay
+        self._warning = ClippingWarning()
+        self._steps_to_look = 0  # until it looks at the counts again
+        self.is_due = True
+        self._options = Options()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the counts. The warning may have a copy from a device under way; another one starts anew."""
+        return {name: getattr(self, name) for name in ("_clipped", "_all", "_on_device")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ClippedSteps.__init__(self)
+        self.__dict__.update(state)
 
     def concerns(self, groups: Groups, options: Options) -> bool:
+        self._options = options
         return options.max_grad_norm is not None
 
     def speak(self, groups: Groups) -> None:
-        """Has nothing to say."""
+        """Lets the warning look at the counts."""
+        self.is_due = False
+        if self._options.decay == "scheduled":
+            self._steps_to_look = self._warning.look(groups, self.counts(), self._options.max_grad_norm)
+            self.is_due = self._steps_to_look == 0
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Goes on counting: the share is that of all steps since the optimizer was made."""
@@ -45,6 +64,9 @@ class ClippedSteps:
         """Counts a step, unless it was skipped. One in several calls counts once."""
         if step.is_continued:
             return
+        self._steps_to_look -= 1
+        if self._steps_to_look == 0:
+            self.is_due = True
         results, max_grad_norm = step.results, step.gate.max_grad_norm or math.inf
         if type(results) is Tensor and results.is_cpu:
             _, norm, skip = results.tolist()
@@ -83,9 +105,13 @@ class ClippedSteps:
 
     def share(self) -> float:
         """Returns the share of clipped steps, NaN before the first. Waits for the device."""
-        clipped, counted = (0, 0) if self._on_device is None else self._on_device.tolist()
-        clipped, counted = self._clipped + clipped, self._all + counted
+        clipped, counted = map(int, self.counts())
         return clipped / counted if counted else math.nan
+
+    def counts(self) -> Counts:
+        """Returns the steps that clipped, and all that might have. Does not wait for the device."""
+        clipped, counted = (0, 0) if self._on_device is None else self._on_device.unbind()
+        return self._clipped + clipped, self._all + counted
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
