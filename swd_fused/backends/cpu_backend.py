@@ -17,6 +17,7 @@ from swd_fused.devices.transfer import int64s
 from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 
 ops = torch.ops.swd_fused
+HUGE_PAGE = 2 << 20  # bytes
 HEADER = 6  # numbers of a description before the gradients' addresses
 STEP, UPDATE = ops.step_.default, ops.update_.default
 
@@ -46,6 +47,8 @@ class CpuBackend:
         return "cpu"
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if like.numel() * dtype.itemsize < HUGE_PAGE:
+            return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
         moment = torch.empty_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
         ops.advise_huge_pages(moment)
         return moment.zero_()

@@ -19,7 +19,7 @@ from swd_fused.options import Options
 from swd_fused.state.eight_bit import CODES, block_numbers
 from swd_fused.state.element_numbers import element_numbers
 from swd_fused.state.load import check_stored
-from swd_fused.state.operands import as_real, columns_of
+from swd_fused.state.operands import are_plain, as_real, columns_of
 
 # The address of a gradient that is not there. Not 0, which is the address of an empty one. As in csrc/cpu/operands.h.
 NO_GRAD = -1
@@ -71,7 +71,9 @@ class Bucket:
         self.numbers = [entry.number for entry in entries]
         self.group_indices = [entry.group for entry in entries]
         self._whole_params = [entry.param for entry in entries]
-        self.params = [as_real(local_tensor(param)) for param in self._whole_params]
+        self.params = self._whole_params
+        if not are_plain(self.params):
+            self.params = [as_real(local_tensor(param)) for param in self._whole_params]
         self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # then no memory has an address
         self.state = columns_of([entry.staged for entry in entries], self.amsgrad)
         self.coded = [index for index, entry in enumerate(entries) if CODES["exp_avg_sq"] in entry.staged]
@@ -124,8 +126,8 @@ class Bucket:
 
     def check(self) -> None:
         """Raises unless every tensor fits its parameter and has its memory."""
-        pairs = [(param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None]
-        check_grads(pairs)
+        if self.params is not self._whole_params:  # others were checked before
+            check_grads((param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None)
         check_stored(self.params, self.state, self.coded)
 
     # --- What backends ask for

@@ -17,13 +17,20 @@ from swd_fused.core.backend import Backend
 from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entry
 from swd_fused.core.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.core.tensor_checks import check_grads, check_memory, check_params
-from swd_fused.core.values import GroupKind, Groups, GroupValues
+from swd_fused.core.values import Group, GroupKind, Groups, GroupValues
 from swd_fused.distributed.refusals import refuse_stage_alone, refuse_unknown_shards
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, is_dtensor, local_grads, local_tensor
+from swd_fused.distributed.sharding import (
+    ShardedOver,
+    dtensors_in,
+    is_distributed,
+    is_dtensor,
+    local_grads,
+    local_tensor,
+)
 from swd_fused.options import Options
-from swd_fused.state.load import initialized
+from swd_fused.state.load import Initializer
 from swd_fused.state.moments import has_moments
-from swd_fused.state.operands import SECOND_MOMENTS, STORED, as_real
+from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real
 
 State = dict[Tensor, dict[str, Any]]
 Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a parameter
@@ -65,9 +72,9 @@ class Snapshot:
         self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
         self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
         self._guards: Any = None  # of all that is kept and of all gradients, where they have been seen together
-        self._entries = self._new_entries(groups, state, grads)
+        self._entries, members = self._new_entries(groups, state, grads)
         self._whole_params = [entry.param for entry in self._entries]
-        self._has_views = any(is_dtensor(param) or param.is_complex() for param in self._whole_params)
+        self._has_views = not are_plain(self._whole_params)
         numbers = [entry.number for entry in self._entries]
         self._numbers = None if len(numbers) == len(self._params) else numbers
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
@@ -76,7 +83,7 @@ class Snapshot:
         self._unsaid = unsaid_params(groups, inputs.sharded_over) if self._is_distributed else []
         self.may_have_unknown_shards = self._is_distributed
         self.has_amsgrad = any(group["amsgrad"] for group in groups)
-        self.buckets = self._new_buckets(groups)
+        self.buckets = self._new_buckets(members)
         is_alone = len(self.buckets) == 1 and self.ranks.is_local and self.options.total_numel is None
         self.only_bucket = self.buckets[0] if is_alone else None
         self.gpus = {bucket.device for bucket in self.buckets if bucket.device.type == "cuda"}
@@ -174,13 +181,16 @@ class Snapshot:
 
     def _remember(self, states: list[dict[str, Any]]) -> None:
         """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
-        tensors = [*self._whole_params, *(state[key] for state in states for key in STORED if key in state)]
-        self._dtensors = list(filter(is_dtensor, tensors))
+        held = set().union(*states)
+        keys = [key for key in STORED if key in held]
+        tensors = [*self._whole_params, *(state[key] for state in states for key in keys if key in state)]
+        self._dtensors = dtensors_in(tensors)
         self._locals = list(map(LOCAL, self._dtensors))
-        self._kept = list(map(local_tensor, tensors))
-        averaged = [state[key] for state in states for key in SECOND_MOMENTS if key in state]
+        self._kept = list(map(local_tensor, tensors)) if self._dtensors else tensors
+        keys = [key for key in SECOND_MOMENTS if key in held]
+        averaged = [state[key] for state in states for key in keys if key in state]
         # Writes to a DTensor count on it or on its local part, depending on how it was written to.
-        self._averaged = [*averaged, *map(local_tensor, filter(is_dtensor, averaged))]
+        self._averaged = [*averaged, *map(local_tensor, dtensors_in(averaged))]
         self._versions = versions(self._averaged)
         self._all_present = [True] * len(self._entries)
 
@@ -193,22 +203,24 @@ class Snapshot:
         if self._is_fake:
             self._hand_over(grads, [0] * len(found), present)
             return
-        check_memory(self._kept + found)
         # Of what is kept: `tensor.data = other` changes it, and torch does not count that. In bytes, so that another
         # dtype is noticed too; each thing that is asked of a thousand tensors adds a fiftieth to their step.
         self._addresses = list(map(Tensor.data_ptr, self._kept))
+        addresses = list(map(Tensor.data_ptr, found))
+        if 0 in self._addresses or 0 in addresses:
+            check_memory(self._kept + found)
         self._sizes = list(map(NBYTES, self._kept))
         self._strides = list(map(Tensor.stride, self._kept))
         pairs = zip(map(as_real, self._kept), grads, strict=False)  # parameters come first
         self._grad_forms = forms_of([param if grad is None else grad for param, grad in pairs])
-        self._hand_over(grads, list(map(Tensor.data_ptr, found)), present)
+        self._hand_over(grads, addresses, present)
 
     def commit(self, state: State, earlier: Sequence[Snapshot]) -> None:
         """Makes the staged state the optimizer's. Nothing is refused after this.
 
         Counters that it replaces follow the new ones if somebody else has them: whoever has put them into the state, as
         torch's `swap_in_optimizer_params_and_state` does, expects steps to be counted in place. Those that `earlier`
-        descriptions have put there are ours, and hand on their own followers.
+        snapshots have put there are ours, and hand on their own followers.
         """
         ours = {
             (id(entry.owned), id(entry.staged["step"])): other._followers.get(entry.number)
@@ -315,28 +327,37 @@ class Snapshot:
 
     def _new_entries(
         self, groups: Groups, state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
-    ) -> list[Entry]:
-        """Returns each parameter that has state, or is going to have it."""
+    ) -> tuple[list[Entry], Mapping[BucketKey, list[int]]]:
+        """Returns each parameter that has state, or is going to have it, and which of them make a bucket."""
         check_params(self._params, "all groups")
         check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
-        entries = []
+        kinds: dict[tuple[object, ...], tuple[Initializer, BucketKey]] = {}
+        members: defaultdict[BucketKey, list[int]] = defaultdict(list)  # positions among the entries
+        entries: list[Entry] = []
         indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
         for number, (index, param, grad) in enumerate(zip(indices, self._params, grads, strict=True)):
             owned = state.get(param) or {}
-            if grad is not None or has_moments(owned):
-                backend = self._choose(param, self.options)
-                staged = initialized(dict(owned), param, self.options, groups[index], backend)
-                entries.append(Entry(number, index, param, owned, staged))
-        return entries
+            if grad is None and not has_moments(owned):
+                continue
+            kind = index, param.dtype, param.device, type(param)
+            known = kinds.get(kind)
+            if known is None:
+                known = kinds[kind] = self._new_kind(param, groups[index])
+            initializer, key = known
+            if self._is_distributed:
+                key = key._replace(sharding=sharding_in(groups[index], param, self._sharded_over))
+            members[key].append(len(entries))
+            entries.append(Entry(number, index, param, owned, initializer.state_for(param, owned)))
+        return entries, members
 
-    def _new_buckets(self, groups: Groups) -> list[Bucket]:
-        members: defaultdict[BucketKey, list[int]] = defaultdict(list)  # positions among the entries
-        for position, entry in enumerate(self._entries):
-            param, group = entry.param, groups[entry.group]
-            has_master = self.options.master_key(param.dtype) is not None
-            sharding = sharding_in(group, param, self._sharded_over)
-            backend = self._choose(param, self.options)
-            members[BucketKey(backend, param.device, group["amsgrad"], has_master, sharding)].append(position)
+    def _new_kind(self, param: Tensor, group: Group) -> tuple[Initializer, BucketKey]:
+        """Returns what parameters of this group, dtype, device and type have in common."""
+        backend = self._choose(param, self.options)
+        has_master = self.options.master_key(param.dtype) is not None
+        key = BucketKey(backend, param.device, group["amsgrad"], has_master, ())
+        return Initializer(param, self.options, group, backend), key
+
+    def _new_buckets(self, members: Mapping[BucketKey, list[int]]) -> list[Bucket]:
         # By bucket which entries are in it, None for all of them.
         self._members = [None if len(own) == len(self._entries) else own for own in members.values()]
         return [Bucket(key, [self._entries[i] for i in own], self.options) for key, own in members.items()]

@@ -20,6 +20,10 @@ def check_params(params: Sequence[Tensor], where: str) -> None:
         _check_param(param)
 
 
+def _expands(param: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
+
+
 def _check_param(param: Tensor) -> None:
     if not (param.is_floating_point() or param.is_complex()):
         raise ValueError(
@@ -31,8 +35,7 @@ def _check_param(param: Tensor) -> None:
             f"FusedAdamS got a parameter of shape {tuple(param.shape)} that is a lazily conjugated or negated view, "
             "wanted one with values of its own. Make the parameter from tensor.resolve_conj().resolve_neg()."
         )
-    strides = zip(param.stride(), param.shape, strict=True)
-    if param.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+    if 0 in param.stride() and param.numel() and _expands(param):
         raise ValueError(
             f"FusedAdamS got a parameter of shape {tuple(param.shape)} and strides {param.stride()}, wanted one whose "
             "elements have memory of their own. Make the parameter from tensor.contiguous(), or train what it expands."

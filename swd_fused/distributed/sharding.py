@@ -48,6 +48,10 @@ class ShardedOver:
         return f"ranks {dist.get_process_group_ranks(self.group)}"
 
 
+# A thousand tensors are looked at faster by their types than one by one.
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     # Importing it takes longer than torch's optimizers do altogether, and who has a DTensor has imported it.
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -100,6 +104,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def dtensors_in(tensors: Sequence[Tensor]) -> list[Any]:
+    return [] if set(map(type, tensors)) <= PLAIN_TYPES else list(filter(is_dtensor, tensors))
 
 
 def full_tensor(tensor: Any) -> Tensor:

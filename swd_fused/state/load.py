@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from swd_fused.decay.loading import kept_decay
 from swd_fused.devices.transfer import is_fake
-from swd_fused.distributed.sharding import local_tensor, redistributed_like, sharded_like
+from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
 from swd_fused.state import moments
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
@@ -35,6 +36,39 @@ FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_w
 
 # What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
 OWN_KEYS = ("params", "state_dtype", "decay")
+
+
+class Initializer:
+    """Gives parameters of one group, dtype, device and type the state that a step needs.
+
+    Most have none yet, or all of it as plain tensors: where these went through `initialized` too, a first step of a
+    thousand parameters took twice as long.
+    """
+
+    def __init__(self, param: Tensor, options: Options, group: Mapping[str, Any], backend: Backend) -> None:
+        self._backend = backend
+        self._options, self._group = options, group
+        is_stored_otherwise = options.master_key(param.dtype) is not None or group["state_dtype"] == "8bit"
+        self._dtypes: list[torch.dtype] = []  # of both moments, where they are plain tensors
+        if type(param) in PLAIN_TYPES and not (is_stored_otherwise or group["amsgrad"] or param.is_complex()):
+            self._dtypes = [stored_dtype(key, param.dtype, param.dtype, group["state_dtype"]) for key in CODED]
+        self._no_steps = torch.zeros((), dtype=torch.float32, device=param.device)  # buckets copy it
+
+    def state_for(self, param: Tensor, owned: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a copy of a parameter's own state, completed and converted."""
+        if self._dtypes:
+            if not owned:
+                new, device, (first, second) = self._backend.new_moment, self._no_steps.device, self._dtypes
+                return {
+                    "step": self._no_steps,
+                    "exp_avg": new(param, first, device),
+                    "exp_avg_sq": new(param, second, device),
+                }
+            if tuple(owned) == REQUIRED and all(type(value) is Tensor for value in owned.values()):
+                step, *stored = owned.values()
+                if self._dtypes == [moment.dtype for moment in stored] and step.dtype == torch.float32:
+                    return {**owned, "step": _checked_step(step, param)}
+        return initialized(dict(owned), param, self._options, self._group, self._backend)
 
 
 def initialized(
@@ -98,17 +132,20 @@ def _as_maxima(param: Tensor, state: Mapping[str, Any], backend: Backend) -> Ten
     return sharded_like(param, backend.new_moment(local_tensor(param), values.dtype, param.device).copy_(values))
 
 
+SHAPE, DEVICE = attrgetter("shape"), attrgetter("device")
+
+
 def check_stored(params: Sequence[Tensor], columns: StateColumns, coded: Sequence[int]) -> None:
     """Refuses state that does not fit its parameter, before a step writes to either. `coded` are the places of
     parameters whose moments are 8-bit codes."""
+    shapes, devices = list(map(SHAPE, params)), list(map(DEVICE, params))
     for name, column in columns._asdict().items():
         if name in SCALES_OF_COLUMNS:
             for index in coded:
                 _check_stored(params[index], column[index], scales_shape(params[index].shape))
-        else:
-            for param, tensor in zip(params, column, strict=bool(column)):
-                if tensor.shape != param.shape or tensor.device != param.device:
-                    _check_stored(param, tensor, tuple(param.shape))
+        elif column and (list(map(SHAPE, column)) != shapes or list(map(DEVICE, column)) != devices):
+            for param, tensor in zip(params, column, strict=True):
+                _check_stored(param, tensor, tuple(param.shape))
     for index in coded:
         for name, dtype in CODED_COLUMNS.items():
             tensor = getattr(columns, name)[index]

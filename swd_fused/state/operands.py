@@ -7,12 +7,14 @@ compares them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swd_fused.distributed.sharding import local_tensor
+from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor
 from swd_fused.options import MASTER, REMAINDER
 from swd_fused.state.eight_bit import CODES, SCALES
 
@@ -50,15 +52,30 @@ def columns_of(states: Sequence[dict[str, Any]], amsgrad: bool) -> StateColumns:
 
     Maxima that a group does not use any more are left alone.
     """
-    used = {name: keys for name, keys in KEYS.items() if amsgrad or name != "max_exp_avg_sqs"}
+    held = set().union(*states)
     lists: dict[str, list[Tensor]] = {name: [] for name in KEYS}
-    for name, keys in used.items():
-        found = [next((state[key] for key in keys if key in state), None) for state in states]
-        if any(tensor is not None for tensor in found):
-            like = next(tensor for tensor in found if tensor is not None)
-            none = torch.empty(0, dtype=like.dtype, device=like.device)
-            lists[name] = [none if tensor is None else as_real(local_tensor(tensor)) for tensor in found]
+    for name, keys in KEYS.items():
+        keys = tuple(key for key in keys if key in held)
+        if keys and (amsgrad or name != "max_exp_avg_sqs"):
+            lists[name] = _column(keys, states)
     return StateColumns(**lists)
+
+
+def _column(keys: Sequence[str], states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Returns the tensor of each state that is there under one of these keys, or an empty one."""
+    found = [state.get(keys[0]) for state in states]
+    if len(keys) > 1 or any(map(is_, found, repeat(None))):
+        found = [next((state[key] for key in keys if key in state), None) for state in states]
+    tensors = [tensor for tensor in found if tensor is not None]
+    none = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
+    if len(tensors) < len(found):
+        tensors = [none if tensor is None else tensor for tensor in found]
+    return tensors if are_plain(tensors) else [as_real(tensor) for tensor in map(local_tensor, tensors)]
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether all tensors are real ones that this process has as they are."""
+    return set(map(type, tensors)) <= PLAIN_TYPES and not any(map(Tensor.is_complex, tensors))
 
 
 def as_real(tensor: Tensor) -> Tensor:
