@@ -220,8 +220,8 @@ class FusedAdamS(Optimizer):
                 self._untraced_step(grad_sumsq=grad_sumsq, numel=numel)
             return loss
         had_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
         try:
+            torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
             if grad_sumsq is None:
                 if numel is not None:
                     refuse_numel_alone(numel)

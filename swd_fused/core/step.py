@@ -121,7 +121,7 @@ class Step:
             self.buckets, self.ranks = snapshot.buckets, snapshot.ranks
             if self.mean is None and self.is_partial and not self.source.is_known(snapshot):
                 return False
-            self._snapshot, bucket = snapshot, snapshot.only_bucket
+            bucket = snapshot.only_bucket
             if bucket is not None and self.mean is None and not self.is_partial:
                 # One call that nothing has to be counted after cannot be interrupted.
                 if not bucket.backend.is_atomic or stepper.counts_steps or self.gate.may_skip:
@@ -130,6 +130,7 @@ class Step:
             if self._at_once is None:
                 self._defer_interrupts()
                 self._update_buckets(snapshot)
+            self._snapshot = snapshot  # not before: without a mean there is nothing to end
         finally:
             snapshot.end()
             if self._is_captured:

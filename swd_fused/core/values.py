@@ -237,7 +237,6 @@ class GroupValues:
         ):
             return False
         rises = lr > seen["lr"]
-        seen["lr"], seen["betas"] = lr, betas
         is_short = index in self._decaying_by_lr
         row = HyperRow(lr, lr, *betas, *self.rows[index][4:]) if is_short else hyper_row(group, self._decay)
         self.rows[index] = row
@@ -248,6 +247,8 @@ class GroupValues:
             self.harmless_mean = self._harmless_mean()
         if index in self.followed:
             self.followed[index].begin()
+        # At the end: whoever is interrupted before takes them up in the next step.
+        seen["lr"], seen["betas"] = lr, betas
         return True
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from swd_fused.core.ranks import sharding_in
 from swd_fused.core.schedule import Gate
 from swd_fused.core.snapshot import State
 from swd_fused.core.sources import StepCall
-from swd_fused.core.step import Step
+from swd_fused.core.step import DeferredInterrupts, Step
 from swd_fused.core.stepper import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.distributed.refusals import refuse_late_reduction
@@ -139,25 +139,32 @@ class GradientRelease:
     def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
         """Steps what was not released, and ends the step."""
         check_call(call)
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._groups, self._state = groups, state
-            begun, params = self._begin(), params_of(groups)
-            rest = [param for param in params if param.grad is not None]
-            again = [param for param in rest if id(param) in begun.stepped]
-            if again:
-                raise RuntimeError(second_gradient(again[0]))
-            begun.step.is_partial = False
-            try:
-                self._update(begun, rest)
-                begun.step.end()
-                self._begun = None
-            finally:
-                begun.step.deliver_interrupts()
-            if self._is_removed:
-                return
-            for param in params:
-                param.grad = None
-            self.watch(groups, state)
+        interrupts = DeferredInterrupts()  # till gradients are freed too, and outside of what sets torch's modes back
+        try:
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                self._end_step(groups, state)
+        finally:
+            interrupts.deliver()
+
+    def _end_step(self, groups: Groups, state: State) -> None:
+        self._groups, self._state = groups, state
+        begun, params = self._begin(), params_of(groups)
+        rest = [param for param in params if param.grad is not None]
+        again = [param for param in rest if id(param) in begun.stepped]
+        if again:
+            raise RuntimeError(second_gradient(again[0]))
+        begun.step.is_partial = False
+        try:
+            self._update(begun, rest)
+            begun.step.end()
+            self._begun = None
+        finally:
+            begun.step.deliver_interrupts()
+        if self._is_removed:
+            return
+        for param in params:
+            param.grad = None
+        self.watch(groups, state)
 
     def _begin(self) -> ReleasedStep:
         """Returns the step that is begun, or begins one."""
