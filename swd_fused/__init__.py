@@ -8,10 +8,11 @@ import warnings
 if sys.argv[:1] == ["-m"]:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
+from swd_fused.adamw import FusedAdamW
 from swd_fused.optimizer import FusedAdamS
 from swd_fused.paper.scheduled_weight_decay import ScheduledWeightDecay
 from swd_fused.paper.sgds import SGDS
 from swd_fused.param_groups import param_groups
 from swd_fused.version import __version__
 
-__all__ = ["SGDS", "FusedAdamS", "ScheduledWeightDecay", "__version__", "param_groups"]
+__all__ = ["SGDS", "FusedAdamS", "FusedAdamW", "ScheduledWeightDecay", "__version__", "param_groups"]

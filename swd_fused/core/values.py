@@ -171,7 +171,6 @@ class GroupValues:
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self._decay = decay
         self.followed: dict[int, FollowedLr] = {}
-        self._decaying_by_lr: set[int] = set()  # whose `decay_lr` is `lr`
         self._tables: dict[torch.device, Hyper] = {}
         can_change = False  # without becoming another object
         for index, group in enumerate(groups):
@@ -195,9 +194,6 @@ class GroupValues:
                 followed.begin()
             can_change |= type(betas) is not tuple or any(isinstance(beta, Tensor) for beta in betas)
             self.rows.append(hyper_row(group, self._decay))
-            # Not by comparing the row's two: both are 0 when a warm-up begins.
-            if followed is None and decay.columns(group, 1.0)["decay_lr"] == 1.0:
-                self._decaying_by_lr.add(index)
         self.harmless_mean = self._harmless_mean()
         self._seen = [] if can_change else list(map(Seen.of, groups))
 
@@ -237,8 +233,8 @@ class GroupValues:
         ):
             return False
         rises = lr > seen["lr"]
-        is_short = index in self._decaying_by_lr
-        row = HyperRow(lr, lr, *betas, *self.rows[index][4:]) if is_short else hyper_row(group, self._decay)
+        is_followed = index in self.followed
+        row = hyper_row(group, self._decay) if is_followed else HyperRow(lr, lr, *betas, *self.rows[index][4:])
         self.rows[index] = row
         for device in list(self._tables):
             if not self._tables[device].follows(index, row):

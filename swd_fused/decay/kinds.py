@@ -64,14 +64,16 @@ def columns(group: Group, lr: float) -> dict[str, float]:
     A step multiplies weights by 1 - min(decay_lr * weight_decay / (root of the mean + eps), max_decay) - decay_lr *
     decoupled_decay. `lr` is -1 for one that is a tensor, whose `decay_lr` is found on the device.
     """
-    kind, weight_decay, calibrated = group["decay"], group["weight_decay"], group["adamw_weight_decay"]
-    decoupled = weight_decay if kind in ("decoupled", "independent") else calibrated or 0.0
+    kind, amount = group["decay"], group["weight_decay"]
+    if group["adamw_weight_decay"] is not None and kind == "scheduled":
+        # Until it is calibrated it is AdamW's, switched off as the schedule's.
+        kind, amount = "decoupled", group["adamw_weight_decay"] if amount > 0 else 0.0
     return {
         "decay_lr": related_lr(group, lr, largest_lr(group, lr)) if lr > 0 and is_related(group) else lr,
-        "weight_decay": weight_decay if kind == "scheduled" and calibrated is None else 0.0,
+        "weight_decay": amount if kind == "scheduled" else 0.0,
         "max_decay": group["max_decay"],
-        "decoupled_decay": decoupled if weight_decay > 0 else 0.0,  # calibrated decay is switched off as the schedule's
-        "l2": weight_decay if kind == "l2" else 0.0,
+        "decoupled_decay": amount if kind in ("decoupled", "independent") else 0.0,
+        "l2": amount if kind == "l2" else 0.0,
         "cautious": float(group["cautious_decay"]),
     }
 

@@ -19,7 +19,7 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
-from swd_fused import FusedAdamS, param_groups
+from swd_fused import FusedAdamS, FusedAdamW, param_groups
 
 # timm takes what follows the last underscore of a name for the optimizer, and "fusedadamw" is apex's there.
 ADAMS, ADAMW, ADAMC = "fusedadams", "swdadamw", "swdadamc"
@@ -69,13 +69,13 @@ def adams(params: Any, *, weight_decay: float = 0.0, **options: Any) -> FusedAda
     return FusedAdamS(groups, weight_decay=weight_decay, **options)
 
 
-def adamw(params: Any, **options: Any) -> FusedAdamS:
-    """Returns FusedAdamS that is AdamW."""
-    return FusedAdamS(params, **{"decay": "decoupled", "weight_decay": 0.0, **options})
+def adamw(params: Any, **options: Any) -> FusedAdamW:
+    """Returns AdamW, which decays nothing unless timm says so."""
+    return FusedAdamW(params, **{"weight_decay": 0.0, **options})
 
 
-def adamc(params: Any, *, corrected: Iterable[Tensor] | None = None, **options: Any) -> FusedAdamS:
-    """Returns FusedAdamS that is AdamC: the decay of the parameters in `corrected` follows the learning rate.
+def adamc(params: Any, *, corrected: Iterable[Tensor] | None = None, **options: Any) -> FusedAdamW:
+    """Returns AdamW that is AdamC: the decay of the parameters in `corrected` follows the learning rate.
 
     `create_optimizer_v2` finds them in the model. Without it, groups must say themselves which are corrected.
     """

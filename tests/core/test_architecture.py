@@ -35,6 +35,7 @@ LAYERS = (
     ("new_groups", "checkpoints"),
     ("settings",),
     ("optimizer",),
+    ("adamw",),
     ("integrations", "paper", "self_test"),
     ("__main__",),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, FusedAdamW
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -27,10 +27,15 @@ def by_torch(params: Any, **options: Any) -> torch.optim.Optimizer:
     return FusedAdamS(params, **{"backend": "torch", **options})
 
 
+def by_fused_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return FusedAdamW(params, **options)
+
+
 CONTESTANTS = [
     pytest.param(adamw, id="AdamW", marks=pytest.mark.slow),  # whether these are torch's expectations
     pytest.param(by_cpp, id="cpu"),
     pytest.param(by_torch, id="torch"),
+    pytest.param(by_fused_adamw, id="FusedAdamW"),
 ]
 contestants = pytest.mark.parametrize("make", CONTESTANTS)
 

@@ -42,7 +42,7 @@ NOT_MET = {
     ),
     "backward": Difference(
         "a step may be taken in the backward pass, by a hook for each parameter",
-        "refused with an explanation; `release_gradients()` does so, with a lagged schedule",
+        "refused with an explanation; `release_gradients()` does so, with a lagged schedule or none",
         "the mean over the model is not known before all gradients are",
     ),
     "zero gradients": Difference(
