@@ -209,6 +209,8 @@ class Step:
         elif gate.may_skip:
             self.skip = results[2]
         self.results = stepper.last = results
+        if self._is_captured or stepper.last_of_graphs is not None:
+            stepper.leave_last_to_graphs(results)
         stepper.steps_taken += 1
         if self._values.followed:
             self._values.count_lrs(self.groups)

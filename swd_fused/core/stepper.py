@@ -69,6 +69,7 @@ class Stepper:
         """
         self.forget()
         self.last: StepScalars | Tensor = torch.full((3,), math.nan, device="cpu") if last is None else last
+        self.last_of_graphs: Tensor | None = None  # graphs go on with the state before
         self.steps_taken = 0
         for observer in self.seams.observers:
             observer.restart(entries, is_fresh)
@@ -156,6 +157,19 @@ class Stepper:
                 "FusedAdamS got the first step that may be skipped in the capture of a CUDA graph, which would set "
                 "skipped_steps back in each replay. Take such a step before, on a side stream."
             )
+
+    def leave_last_to_graphs(self, results: StepScalars | Tensor) -> None:
+        """Keeps the last results in memory that graphs write as well.
+
+        The host is not told of replays, so what it reads after one must be where the replay writes. All graphs and all
+        steps between them share the memory of the first capture.
+        """
+        logged = results[:2] if isinstance(results, Tensor) else torch.stack(results[:2])
+        if self.last_of_graphs is None:
+            self.last_of_graphs = logged
+        else:
+            self.last_of_graphs.copy_(logged)
+        self.last = self.last_of_graphs
 
     def keep_for_graphs(self, referred_to: Snapshot | list[Tensor]) -> None:
         """Keeps what a captured step refers to."""

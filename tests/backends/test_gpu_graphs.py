@@ -87,10 +87,17 @@ class Mixed:
         return replay
 
     def check(self) -> None:
+        self.check_logged()
         for param, twin in zip(self.params, self.twins, strict=True):
             torch.testing.assert_close(param.cpu(), twin, rtol=2e-5, atol=2e-6)
             for key, value in self.optimizer.state[param].items():
                 torch.testing.assert_close(value.cpu(), self.twin.state[twin][key], rtol=2e-5, atol=2e-6)
+
+    def check_logged(self) -> None:
+        """Compares what users log of the last step, whether it was a replay or not."""
+        for name in ("grad_norm", "exp_avg_sq_mean"):
+            logged, expected = getattr(self.optimizer, name).cpu(), getattr(self.twin, name)
+            torch.testing.assert_close(logged, expected, rtol=2e-5, atol=1e-12, check_dtype=False)
 
     def _new_grads(self, which: list[int]) -> list[Tensor | None]:
         return [0.1 * torch.randn(shape, device="cpu") if i in which else None for i, shape in enumerate(SHAPES)]
@@ -119,6 +126,15 @@ def test_eager_steps_with_new_gradients_between_replays(mixed: Mixed) -> None:
         replay()
         mixed.step()
     mixed.check()
+
+
+def test_what_is_logged_is_that_of_the_last_step_whoever_took_it(mixed: Mixed) -> None:
+    replays = mixed.capture(), mixed.capture(warm=False)
+    for take in (*replays, mixed.step, *replays, mixed.step, mixed.step, *reversed(replays)):
+        take()
+        mixed.check_logged()
+    logged, expected = mixed.optimizer.metrics(), mixed.twin.metrics()
+    assert logged == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_changed_lr_is_that_of_eager_steps_only(mixed: Mixed) -> None:
