@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,3 +48,50 @@ def test_who_does_not_wait_for_a_copy_to_the_host_reads_too_early() -> None:
     assert not torch.equal(early, torch.full((4,), 3.0, device="cpu"))
     torch.cuda.synchronize()
     assert torch.equal(early, torch.full((4,), 3.0, device="cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_writes_to_lists_of_tensors_are_counted(device: str) -> None:
+    """As without a GPU, where autograd counts those of _foreach_ operations, and not those of fused optimizers."""
+    tensors = [torch.ones(3, device=device), torch.ones((), device=device)]
+    torch._foreach_add_(tensors, 1.0)
+    torch._foreach_copy_(tensors, [tensor.clone() for tensor in tensors])
+    torch._foreach_sqrt(tensors)
+    assert [tensor._version for tensor in tensors] == [2, 2]
+    saved = torch.ones(3, device=device, requires_grad=True).exp()
+    total = saved.exp().sum()
+    torch._foreach_zero_([saved.detach()])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_inference_mode() -> None:
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    with torch.inference_mode():
+        result = weight * 2
+        result.add_(1)
+        torch._foreach_mul_([result], 3.0)
+        weight.mul_(2)
+        late = result.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    assert result.is_inference()
+    assert (result.tolist(), late.tolist(), weight.tolist()) == ([15.0] * 3, [15.0] * 3, [4.0] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [lambda: torch.nn.LayerNorm(8), lambda: torch.nn.GroupNorm(2, 4)])
+def test_norms_in_16_bits_forwards_and_backwards(norm: Any, dtype: torch.dtype) -> None:
+    """As in float32, but for the roundings of what they take and return."""
+    torch.manual_seed(0)
+    values, grad = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    results = []
+    for kind in (dtype, torch.float32):
+        module = norm().to(dtype).to(kind)
+        inputs = values.to(dtype).to(kind).requires_grad_()
+        output = module(inputs)
+        output.backward(grad.to(dtype).to(kind))
+        found = [output, inputs.grad, *(param.grad for param in module.parameters())]
+        assert {tensor.dtype for tensor in found} == {kind}
+        results.append([tensor.float() for tensor in found])
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)

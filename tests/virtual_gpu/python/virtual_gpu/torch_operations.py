@@ -42,6 +42,14 @@ NEEDS_NO_KERNEL = {
     aten._local_scalar_dense.default,  # a copy for which the host waits
 }
 
+# In 16 bits the CPU keeps mean and deviation in 16 bits as well, and refuses those of a GPU, which are in float32.
+COMPUTED_IN_FLOAT32 = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+}
+
 TO_SPARSE = {aten._to_sparse.default, aten._to_sparse.sparse_dim}
 
 DRAWN_TOGETHER = 1 << 20  # offsets that a draw takes up: a seed has room for 2^44 draws
@@ -66,6 +74,14 @@ def catch() -> None:
 class _OnSameMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = self._dispatch(func, args, kwargs)
+        if func._schema.name.startswith("aten::_foreach_"):  # torch does not count their writes with a mode on
+            torch.autograd.graph.increment_version(
+                [tensor for tensor in _tensors(_written(func, args, kwargs)) if not tensor.is_inference()]
+            )
+        return result
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves = tree_leaves((args, kwargs))
         on_gpu = any(_is_cuda(x) or (isinstance(x, torch.device) and x.type == "cuda") for x in leaves)
         if not on_gpu or func in NEEDS_NO_KERNEL or _is_view(func) or _communicates(func):
@@ -235,7 +251,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     cpu_results = [on_cpu(result) for result in _tensors(results)]
 
     def compute() -> None:
-        values = drawn if drawn is not None else func(*cpu_args, **cpu_kwargs)
+        widened = _in_float32(cpu_args) if func in COMPUTED_IN_FLOAT32 else cpu_args
+        values = drawn if drawn is not None else func(*widened, **cpu_kwargs)
         for result, value in zip(cpu_results, _tensors(values), strict=True):
             result.copy_(value)
 
@@ -244,8 +261,17 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _queue(device: torch.device, closure: Callable[[], object]) -> None:
+    def run() -> None:
+        with torch.inference_mode():  # in which tensors may be written to that were made there, and all others too
+            closure()
+
     with torch.cuda.device(device):
-        driver.push(torch.cuda.current_stream(device).cuda_stream, closure)
+        driver.push(torch.cuda.current_stream(device).cuda_stream, run)
+
+
+def _in_float32(tree: Any) -> Any:
+    narrow = (torch.bfloat16, torch.float16)
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, tree)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
