@@ -1,10 +1,11 @@
-"""The scheduler by itself: scheduled weight decay for any torch optimizer, in plain PyTorch."""
+"""Scheduled weight decay around any torch optimizer, in plain PyTorch."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -14,33 +15,36 @@ from torch.optim.optimizer import Optimizer
 from swd_fused import decay
 from swd_fused.backends import sums_of_squares
 from swd_fused.decay.warning import DecayWarning
-from swd_fused.devices.transfer import from_host, is_fake, scalar_dtype, to_device
-from swd_fused.paper.wrapped_groups import (
-    DECOUPLED,
-    LAMBDA,
-    MOST,
-    Lambdas,
-    beta2_of,
-    decaying,
-    lambdas_of,
-    own_decay,
-    schedule_groups,
-    take_over,
-)
+from swd_fused.devices.transfer import scalar_dtype, to_device
+from swd_fused.options import GROUP_DEFAULTS
 from swd_fused.user_warning import warn_user
 
-# What optimizers call the running average of squared gradients, without bias correction: Adam, and the Ranger family.
+LAMBDA, MOST = "scheduled_weight_decay", "max_decay"  # entries of groups
+
+# Names of the running average of squared gradients, without bias correction: in Adam, and in the Ranger family.
 SECOND_MOMENTS = ("exp_avg_sq", "variance_ma")
 
-# Whose fused kernel decays weights as it updates them, by their groups' `weight_decay` and `decoupled_weight_decay`.
-DECAYS_IN_ITS_KERNEL = (torch.optim.Adam, torch.optim.AdamW)
+# Adam's usual values, for optimizers that have no such entry in their groups.
+BETA2, EPS = 0.999, 1e-8
+
+ADVICE = (
+    "Scheduled weight decay is divided by the rms gradient, so values made for AdamW are far too large: multiply "
+    "them by the rms gradient, optimizer.exp_avg_sq_mean.sqrt()."
+)
 
 
 class Average(NamedTuple):
-    """Of one parameter: the running sum of its squared gradients, and over how many steps."""
+    """One parameter's running sum of squared gradients, and the number of its steps."""
 
     exp_avg_sq_sum: Tensor
     step: int
+
+
+class Lambdas(NamedTuple):
+    """Only pickles of 0.2 contain it."""
+
+    given: float | None
+    largest: float
 
 
 class ScheduledWeightDecay(Optimizer):
@@ -54,32 +58,33 @@ class ScheduledWeightDecay(Optimizer):
     maxima cannot be had so: with amsgrad the schedule is still that of AdamS, not that of AMSGradS.
 
     The wrapped optimizer's own decay is taken over: each group's `weight_decay` becomes 0 and `scheduled_weight_decay`
-    holds lambda. If no group decays, all get lambda. Else those with the largest `weight_decay` get it, those with
-    `weight_decay=0` stay without, and those in between keep their ratio to the largest; a warning says so where there
-    are some. A group that has a `scheduled_weight_decay` from the start keeps that.
+    holds lambda. If some groups decay, those with `weight_decay=0` stay without decay; if none does, all get lambda. A
+    group that has a `scheduled_weight_decay` from the start keeps it. A group that is added later gets lambda, unless
+    it has `weight_decay=0`.
 
     Args:
-        optimizer: what to wrap. Step this one from now on, not that.
+        optimizer: the optimizer to wrap. From now on call the wrapper's `step()`, not the wrapped optimizer's.
         weight_decay: the paper's lambda, as for `FusedAdamS`. None takes each group's own `weight_decay` as its lambda.
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
     """
 
     def __init__(self, optimizer: Optimizer, weight_decay: float | None = 5e-4, max_decay: float = 0.1) -> None:
         _check_optimizer(optimizer)
-        if weight_decay is not None:
-            _check_number("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a finite number >= 0, or None")
-        _check_number("max_decay", max_decay, 0 < max_decay <= 1, "a number in (0, 1]")
+        if weight_decay is not None and not 0 <= weight_decay < math.inf:
+            raise ValueError(f"ScheduledWeightDecay got weight_decay={weight_decay!r}, wanted a finite number >= 0.")
+        if not 0 < max_decay <= 1:
+            raise ValueError(f"ScheduledWeightDecay got max_decay={max_decay!r}, wanted a number in (0, 1].")
         groups = optimizer.param_groups
-        self._lambdas = lambdas_of(groups, weight_decay)
-        some_decay = any(own_decay(group) > 0 for group in groups)
+        _check_decays(groups, weight_decay)
+        some_decay = any(map(_own_decay, groups))
         for group in groups:
-            stays_without = some_decay and own_decay(group) == 0
-            take_over(group, 0.0 if stays_without else self._lambdas.of(own_decay(group)), max_decay)
+            own = _own_decay(group)
+            _take_over(group, own if weight_decay is None or (some_decay and own == 0) else weight_decay, max_decay)
         super().__init__(groups, {**optimizer.defaults, LAMBDA: weight_decay, MOST: max_decay})
         self.optimizer = optimizer
         self.exp_avg_sq_mean = torch.tensor(math.nan)
         self._averages: dict[Tensor, Average] = {}
-        self._decay_warning = _warning()
+        self._decay_warning = DecayWarning(ADVICE)
         self._share()
 
     def __getattr__(self, name: str) -> Any:
@@ -91,19 +96,17 @@ class ScheduledWeightDecay(Optimizer):
         return getattr(optimizer, name)
 
     def _share(self) -> None:
-        """Loading a state dict replaces the wrapped optimizer's lists: follow it."""
-        self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
+        """Refers to the wrapped optimizer's groups and state, which are other objects after it has loaded."""
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer. Its lambda follows from its `weight_decay` as those of the others."""
         if "optimizer" not in self.__dict__:  # while the base class is being built the wrapped one has them already
             super().add_param_group(param_group)
             return
-        stays_without = param_group.get("weight_decay") == 0
+        given = 0.0 if param_group.get("weight_decay") == 0 else self.defaults[LAMBDA]
         self.optimizer.add_param_group(param_group)
         group = self.optimizer.param_groups[-1]
-        take_over(group, 0.0 if stays_without else self._lambdas.of(own_decay(group)), self.defaults[MOST])
+        _take_over(group, _own_decay(group) if given is None else given, self.defaults[MOST])
         self._share()
 
     # --- The step
@@ -122,118 +125,73 @@ class ScheduledWeightDecay(Optimizer):
         if self._decay_warning.is_due:
             self._decay_warning.speak(())
         self._share()
-        with decaying(self._decay()):
-            self.optimizer.step()
+        with torch.no_grad():
+            self._decay()
+        self.optimizer.step()
         return loss
 
-    @torch.no_grad()
-    def _decay(self) -> list[tuple[dict[str, Any], float]]:
-        """Decays weights, but for groups that it returns with the `weight_decay` by which the wrapped optimizer has to
-        decay them in its step."""
-        with_grad = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
-        if not any(with_grad):
-            return []
-        self.exp_avg_sq_mean = mean = self._new_mean(with_grad)
-        left = self._groups_left_to_it(with_grad)
-        factors = decay.decay_factor(mean, self._columns().__getitem__).unbind()
-        for index, params in enumerate(with_grad):
-            if self.param_groups[index][LAMBDA] != 0 and index not in left:
-                _multiply(params, factors[index])
-        groups = schedule_groups(self.param_groups)
+    def _decay(self) -> None:
+        if all(param.grad is None for group in self.param_groups for param in group["params"]):
+            return
+        self.exp_avg_sq_mean = mean = self._new_mean()
+        groups = [_as_fused(group) for group in self.param_groups]
+        for group in groups:
+            if group["weight_decay"] != 0:
+                _multiply(_with_grad(group), _decay_factor(group, mean))
         self._decay_warning.look_at(mean, groups, max(average.step for average in self._averages.values()))
-        if not left:
-            return []
-        decays = self.effective_weight_decay()
-        # With lr=0 it may be infinite, and times 0 that is NaN.
-        return [(self.param_groups[index], decays[index] if groups[index]["lr"] > 0 else 0.0) for index in left]
 
-    def _groups_left_to_it(self, with_grad: list[list[Tensor]]) -> list[int]:
-        """Returns the groups that torch's fused Adam can decay as it updates them: that saves reading and writing all
-        parameters once more, 3 of 17 ms for 16M elements. On a GPU the decay is not known here without waiting."""
-        if type(self.optimizer) not in DECAYS_IN_ITS_KERNEL or is_fake(self.exp_avg_sq_mean):
-            return []
-        return [
-            index
-            for index, (group, params) in enumerate(zip(self.param_groups, with_grad, strict=True))
-            if group[LAMBDA] != 0
-            and group.get("fused")
-            and group.get(DECOUPLED) is not None
-            and group["weight_decay"] == 0  # else somebody has set it since, and it is obeyed
-            and self.exp_avg_sq_mean.is_cpu
-            and all(param.is_cpu for param in params)
-        ]
-
-    def _new_mean(self, with_grad: list[list[Tensor]]) -> Tensor:
+    def _new_mean(self) -> Tensor:
         """Advances the averages of parameters with a gradient, and returns the mean over all their elements."""
-        by_device: defaultdict[torch.device, list[tuple[Tensor, float]]] = defaultdict(list)
-        for group, params in zip(self.param_groups, with_grad, strict=True):
-            beta2 = beta2_of(group)
-            for param in params:
-                _check_grad(param.grad)
-                by_device[param.device].append((param, beta2))
         averages: dict[Tensor, Average] = {}
-        totals = []
-        for device, members in by_device.items():
-            last = [self._averages.get(param) for param, _ in members]
-            steps = [1 if average is None else average.step + 1 for average in last]
-            rows = [(beta2, 1 - beta2**step) for (_, beta2), step in zip(members, steps, strict=True)]
-            table = torch.tensor(rows, dtype=scalar_dtype(device), device="cpu")
-            beta2s, corrections = from_host(table, device).unbind(1)
-            squares = _squared_norms([grad for param, _ in members if (grad := param.grad) is not None], device)
-            sums_before = [squares.new_zeros(()) if average is None else average.exp_avg_sq_sum for average in last]
-            before = torch.stack([to_device(total, device, squares.dtype) for total in sums_before])
-            sums = beta2s * before + (1 - beta2s) * squares
-            totals.append((sums / corrections).sum())
-            for (param, _), total, step in zip(members, sums.unbind(), steps, strict=True):
-                averages[param] = Average(total, step)
+        corrected: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        numel = 0
+        for group in self.param_groups:
+            beta2 = float(group["betas"][1]) if "betas" in group else BETA2
+            for param in _with_grad(group):
+                _check_grad(param.grad)
+                (square,) = sums_of_squares([_real(param.grad)], param.device).unbind()
+                before = self._averages.get(param, Average(torch.zeros_like(square), 0))
+                before_here = to_device(before.exp_avg_sq_sum, square.device, square.dtype)
+                averages[param] = now = Average(beta2 * before_here + (1 - beta2) * square, before.step + 1)
+                corrected[param.device].append(now.exp_avg_sq_sum / (1 - beta2**now.step))
+                numel += _real(param).numel()
+        totals = [torch.stack(of_device).sum() for of_device in corrected.values()]
         # Copies to the CPU are waited for, those to a GPU are not.
         home = next((total.device for total in totals if not total.is_cpu), totals[0].device)
         total = torch.stack([to_device(total, home, scalar_dtype(home)) for total in totals]).sum()
         self._averages.update(averages)
-        return total / max(1, sum(_elements(param) for params in with_grad for param in params))
-
-    def _columns(self) -> dict[str, Tensor]:
-        """Returns what `decay.decay_factor` is to know of the groups, on the mean's device."""
-        device, groups = self.exp_avg_sq_mean.device, schedule_groups(self.param_groups)
-        lrs = [group["lr"] for group in groups]
-        numbers = [-1.0 if isinstance(lr, Tensor) else max(0.0, lr) for lr in lrs]
-        rows = [{**decay.columns(group, lr), "eps": group["eps"]} for group, lr in zip(groups, numbers, strict=True)]
-        table = torch.tensor([list(row.values()) for row in rows], dtype=scalar_dtype(device), device="cpu")
-        columns = dict(zip(rows[0], from_host(table, device).unbind(1), strict=True))
-        for index, lr in enumerate(lrs):
-            if isinstance(lr, Tensor):
-                columns["decay_lr"][index] = to_device(lr.detach().reshape(()), device).clamp(min=0)
-        return columns
+        return total / max(1, numel)
 
     def effective_weight_decay(self) -> list[float]:
-        """For each group, the `weight_decay` with which AdamW would shrink the weights as much as this does now.
+        """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        mean, groups = float(self.exp_avg_sq_mean), schedule_groups(self.param_groups)
+        mean, groups = float(self.exp_avg_sq_mean), map(_as_fused, self.param_groups)
         return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
     # --- State
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, which it can load by itself, and beside it the averages by parameter."""
+        """Returns the wrapped optimizer's state dict, which it can load by itself, with the averages beside it."""
         self._share()
         params = [param for group in self.param_groups for param in group["params"]]
-        averages = {
-            index: self._averages[param]._asdict() for index, param in enumerate(params) if param in self._averages
-        }
+        averages = {i: self._averages[param]._asdict() for i, param in enumerate(params) if param in self._averages}
         return {**self.optimizer.state_dict(), "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this, or of the wrapped kind alone: then the averages follow from its second moments, `exp_avg_sq` or
-        `variance_ma`. Without these they begin anew, and a warning says so."""
-        own = [{key: group[key] for key in (LAMBDA, MOST)} for group in self.param_groups]
+        """Loads a state dict of this class, or one of the wrapped optimizer's.
+
+        From the latter the averages follow by its second moments, `exp_avg_sq` or `variance_ma`. Without these they
+        begin anew, and a warning says so.
+        """
+        own = [(group[LAMBDA], group[MOST]) for group in self.param_groups]
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
         self._share()
         for group, values in zip(self.param_groups, own, strict=True):
-            take_over(group, values[LAMBDA], values[MOST])
-        params = [param for group in self.param_groups for param in group["params"]]
+            _take_over(group, *values)
         if "averages" in state_dict:
+            params = [param for group in self.param_groups for param in group["params"]]
             self._averages = {
                 params[index]: Average(saved["exp_avg_sq_sum"].to(params[index].device, copy=True), saved["step"])
                 for index, saved in state_dict["averages"].items()
@@ -243,7 +201,7 @@ class ScheduledWeightDecay(Optimizer):
         self.exp_avg_sq_mean = torch.tensor(math.nan)
 
     def _averages_of_moments(self) -> dict[Tensor, Average]:
-        """Returns what Adam's second moments say, and warns of parameters that have taken steps without any."""
+        """Returns the averages that follow from second moments. Warns of parameters that have stepped without any."""
         averages, lost = {}, []
         for group in self.param_groups:
             for param in group["params"]:
@@ -265,50 +223,66 @@ class ScheduledWeightDecay(Optimizer):
         return averages
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "exp_avg_sq_mean", "_averages", "_lambdas")
+        names = ("optimizer", "exp_avg_sq_mean", "_averages")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_lambdas", Lambdas(self.defaults[LAMBDA], 0.0))  # pickles of 0.1.0 have none
-        self._decay_warning = _warning()
+        self._decay_warning = DecayWarning(ADVICE)
 
     def __repr__(self) -> str:
         return f"ScheduledWeightDecay of {self.optimizer!r}"
 
 
-def _squared_norms(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of each gradient's squared elements. Waits for no device."""
-    grads = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads]
-    if all(type(grad) is Tensor for grad in grads):
-        return sums_of_squares(grads, device)
-    return torch.stack([torch.linalg.vector_norm(grad, dtype=scalar_dtype(device)) for grad in grads]).square()
+# --- Groups of the wrapped optimizer
+
+
+def _own_decay(group: dict[str, Any]) -> float:
+    return float(group.get("weight_decay") or 0.0)
+
+
+def _take_over(group: dict[str, Any], weight_decay: float, max_decay: float) -> None:
+    group.setdefault(LAMBDA, weight_decay)
+    group.setdefault(MOST, max_decay)
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.0
+
+
+def _with_grad(group: dict[str, Any]) -> list[Any]:
+    return [param for param in group["params"] if param.grad is not None]
+
+
+def _as_fused(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group as FusedAdamS would have it, for the schedule that both share."""
+    eps = group.get("eps")  # Adafactor has two in one entry, neither of which is Adam's
+    own = {"eps": float(eps) if isinstance(eps, Real) else EPS, "weight_decay": group[LAMBDA]}
+    return {**GROUP_DEFAULTS, **{name: group[name] for name in ("params", "lr", MOST)}, **own}
+
+
+def _decay_factor(group: dict[str, Any], mean: Tensor) -> Tensor:
+    """Returns the factor of a group's weights, on the mean's device, without waiting for it."""
+    lr = group["lr"]
+    numbers = {**decay.columns(group, -1.0 if isinstance(lr, Tensor) else max(0.0, lr)), "eps": group["eps"]}
+    columns = {name: mean.new_full((), number) for name, number in numbers.items()}
+    if isinstance(lr, Tensor):
+        columns["decay_lr"] = to_device(lr.detach().reshape(()), mean.device, mean.dtype).clamp(min=0)
+    return decay.decay_factor(mean, columns.__getitem__)
 
 
 def _multiply(params: list[Tensor], factor: Tensor) -> None:
     """Multiplies parameters in place, all of one device and dtype by one call."""
-    alike: defaultdict[tuple[torch.device, torch.dtype, type], list[Tensor]] = defaultdict(list)
-    for param in params:
-        real = torch.view_as_real(param) if param.is_complex() else param
-        alike[param.device, real.dtype, type(param)].append(real)
-    for (device, dtype, kind), tensors in alike.items():
-        scale = to_device(factor, device, dtype)
-        if kind in (Tensor, torch.nn.Parameter):
-            torch._foreach_mul_(tensors, scale)
-        else:
-            for tensor in tensors:  # other kinds know only the usual operations
-                tensor.mul_(scale)
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for param in map(_real, params):
+        alike[param.device, param.dtype].append(param)
+    for (device, dtype), tensors in alike.items():
+        torch._foreach_mul_(tensors, to_device(factor, device, dtype))
 
 
-def _elements(param: Tensor) -> int:
-    return param.numel() * (2 if param.is_complex() else 1)
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _warning() -> DecayWarning:
-    return DecayWarning(
-        "Scheduled weight decay is divided by the rms gradient, so values made for AdamW are far too large: multiply "
-        "them by the rms gradient, optimizer.exp_avg_sq_mean.sqrt()."
-    )
+# --- Checks
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -330,13 +304,23 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_number(name: str, value: float, holds: bool, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"ScheduledWeightDecay got {name}={value!r}, wanted {wanted}.")
+def _check_decays(groups: list[dict[str, Any]], given: float | None) -> None:
+    """Refuses a lambda that could be meant for each of several decays, and None where no group decays."""
+    decays = sorted({_own_decay(group) for group in groups if LAMBDA not in group} - {0.0}, reverse=True)
+    if given is not None and len(decays) > 1:
+        raise ValueError(
+            f"ScheduledWeightDecay got weight_decay={given:g} for groups whose own weight_decay differs: "
+            f"{', '.join(f'{own:g}' for own in decays)}. Pass weight_decay=None, which takes each group's own as its "
+            "lambda, or set scheduled_weight_decay in these groups."
+        )
+    if given is None and not decays and not any(group.get(LAMBDA) for group in groups):
+        raise ValueError(
+            "ScheduledWeightDecay got weight_decay=None, which takes each group's own weight_decay as lambda, but no "
+            "group decays. Pass a number, such as 5e-4, or give groups a weight_decay > 0."
+        )
 
 
-def _check_grad(grad: Tensor | None) -> None:
-    assert grad is not None
+def _check_grad(grad: Tensor) -> None:
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f"ScheduledWeightDecay got a {grad.layout} gradient, wanted a dense one. Use sparse=False in the embedding."

@@ -39,15 +39,8 @@ class SGDS(Optimizer):
         nesterov: bool = False,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**rates, "nesterov": nesterov, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check({**self.defaults, **param_group})
@@ -67,24 +60,21 @@ class SGDS(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             shrink = group["lr"] * group["weight_decay"] * (1 - group["dampening"]) / (1 - group["momentum"])
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            for param in (param for param in group["params"] if param.grad is not None):
                 param.mul_(1 - shrink)
                 param.sub_(group["lr"] * self._direction(param, param.grad, group))
         return loss
 
     def _direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        if group["maximize"]:
-            grad = -grad
-        momentum = group["momentum"]
+        grad, momentum = -grad if group["maximize"] else grad, group["momentum"]
         if momentum == 0:
             return grad
         state = self.state[param]
-        if state.get("momentum_buffer") is None:
-            buffer = state["momentum_buffer"] = grad.clone(memory_format=torch.preserve_format)
+        if "momentum_buffer" in state:
+            state["momentum_buffer"].mul_(momentum).add_(grad, alpha=1 - group["dampening"])
         else:
-            buffer = state["momentum_buffer"].mul_(momentum).add_(grad, alpha=1 - group["dampening"])
+            state["momentum_buffer"] = grad.clone(memory_format=torch.preserve_format)
+        buffer: Tensor = state["momentum_buffer"]
         return grad + momentum * buffer if group["nesterov"] else buffer
 
 

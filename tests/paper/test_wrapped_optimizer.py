@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,24 @@ def test_copies_and_pickles_go_on_alike() -> None:
         assert remade.param_groups is remade.optimizer.param_groups
         run(own, grads[20:], remade)
         assert same(own, expected)
+
+
+@pytest.mark.parametrize("what", ["pickled", "state_dict"])
+def test_what_0_2_saved_goes_on(what: str) -> None:
+    """The file has the bytes that 0.2.0 saved after three steps, the parameters then, and after three steps more."""
+    saved = torch.load(Path(__file__).parent / "saved_by_0_2" / "wrapped.pt", weights_only=True)
+    if what == "pickled":
+        optimizer = pickle.loads(saved["pickled"])
+    else:
+        first, second = (torch.nn.Parameter(param) for param in saved["before"])
+        sgd = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
+        optimizer = ScheduledWeightDecay(sgd, 1e-9)
+        optimizer.load_state_dict(torch.load(io.BytesIO(saved["state_dict"])))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in range(3, 6):
+        generator = torch.Generator().manual_seed(100 + step)
+        run(params, [[torch.randn(param.shape, generator=generator) for param in params]], optimizer)
+    assert same(params, saved["after"])
 
 
 def test_adams_state_is_taken_over_and_given_back() -> None:
