@@ -100,6 +100,39 @@ def test_parts_of_a_step_share_a_given_sum(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rollback_in_the_middle_of_a_step_starts_from_the_state(backend: str, first: int) -> None:
+    """To a state of much smaller sums, after one of two groups was stepped; on with that group or with the other."""
+    params, grads, optimizer = prepared(backend)
+    step_by_parts(optimizer, params, [0.01 * grad for grad in grads[0]], optimizer.param_groups)
+    saved = copy.deepcopy(([param.detach() for param in params], optimizer.state_dict()))
+    step_by_parts(optimizer, params, grads[1], optimizer.param_groups)
+    step_by_parts(optimizer, params, grads[1], optimizer.param_groups[:1])
+    others = [torch.nn.Parameter(values.clone()) for values in saved[0]]
+    resumed = FusedAdamS(
+        [{**group, "params": [others[i] for i in group["params"]]} for group in GROUPS], lr=0.01, backend=backend
+    )
+    with torch.no_grad():
+        for param, values in zip(params, saved[0], strict=True):
+            param.copy_(values)
+    for own, each in ((params, optimizer), (others, resumed)):
+        each.load_state_dict(saved[1])
+        step_by_parts(each, own, grads[2], [each.param_groups[first], each.param_groups[1 - first]])
+    assert torch.equal(optimizer.exp_avg_sq_mean, resumed.exp_avg_sq_mean)
+    assert all(map(torch.equal, params, others))
+
+
+def step_by_parts(
+    optimizer: FusedAdamS, params: list[torch.nn.Parameter], grads: list[Tensor], groups: list[dict[str, Any]]
+) -> None:
+    every = optimizer.param_groups
+    for group in groups:
+        optimizer.param_groups = [group]
+        set_grads(params, grads)
+        optimizer.step(grad_sumsq=sumsq(grads), numel=NUMEL)
+    optimizer.param_groups = every
+
+
 def test_a_step_that_is_skipped_by_parts_counts_once(backend: str) -> None:
     params, grads, optimizer = prepared(backend, skip_nonfinite=True)
     for given in (torch.nan, 1.0, torch.inf, torch.inf):

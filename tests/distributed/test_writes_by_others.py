@@ -140,6 +140,18 @@ def mean_after_a_replacement(schedule: str) -> bool:
     return is_that_of_the_state
 
 
+def mean_after_a_rollback(schedule: str) -> bool:
+    """Whether the next mean is that of state which was saved some steps before, and loaded into the optimizer that has
+    taken them."""
+    model, optimizer = new_run(torch.float32, schedule=schedule)
+    take_step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        take_step(model, optimizer, scale=100)
+    optimizer.load_state_dict(saved)
+    return continues_as_loaded(model, optimizer, schedule=schedule)
+
+
 MEANS = [
     (schedule, key, locally)
     for schedule in ("exact", "lagged")
@@ -159,7 +171,8 @@ def cases() -> dict[Any, bool]:
     }
     switches = {(schedule, count): mean_after_a_switch(schedule, count) for schedule in SCHEDULES for count in SWITCHES}
     replacements = {schedule: mean_after_a_replacement(schedule) for schedule in SCHEDULES}
-    return masters | switches | replacements | {case: mean_after_a_write(*case) for case in MEANS}
+    rollbacks = {("rollback", schedule): mean_after_a_rollback(schedule) for schedule in SCHEDULES}
+    return masters | switches | replacements | rollbacks | {case: mean_after_a_write(*case) for case in MEANS}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -182,3 +195,8 @@ def test_the_mean_follows_amsgrad(schedule: str, switches: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_mean_is_that_of_moments_put_in_place_of_others(schedule: str) -> None:
     assert [answers[schedule] for answers in once_on_ranks(2, cases)] == [True, True]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_mean_is_that_of_state_loaded_into_a_running_optimizer(schedule: str) -> None:
+    assert [answers["rollback", schedule] for answers in once_on_ranks(2, cases)] == [True, True]
