@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,21 +24,24 @@ if TYPE_CHECKING:
     from swd_fused.core.step import Step
 
 
-class Source(Protocol):
+class Source:
     """Gives the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
 
-    at_once: Literal["exact", "lagged"] | None  # how a single bucket may be stepped without asking for sums
-    is_given: bool  # whether the caller knows the sums, so that no rank needs to be asked
-    continues: bool  # whether the step goes on with the one that another call has begun
+    at_once: Literal["exact", "lagged"] | None = None  # how a single bucket may be stepped without asking for sums
+    is_given = False  # whether the caller knows the sums, so that no rank needs to be asked
+    continues = False  # whether the step goes on with the one that another call has begun
 
     def is_known(self, snapshot: Snapshot) -> bool:
         """Returns whether the mean can be known before all gradients are. May wait for the device."""
+        return True
 
     def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
         """Returns the sums over all ranks. Writes to nothing that is the user's."""
+        raise NotImplementedError
 
     def grad_norm(self, step: Step) -> Tensor:
-        """Returns the norm of a step whose gradients no pass has read before the update."""
+        """Returns the norm of a step whose gradients nobody has summed before the update."""
+        raise NotImplementedError
 
     def leave(self, step: Step) -> None:
         """Keeps what the next step needs."""
@@ -47,12 +50,10 @@ class Source(Protocol):
         """Raises if a step from this source cannot be captured in a CUDA graph."""
 
 
-class PassOne:
+class PassOne(Source):
     """Reads this step's gradients."""
 
-    at_once: Literal["exact", "lagged"] | None = "exact"
-    is_given = False
-    continues = False
+    at_once = "exact"
 
     def is_known(self, snapshot: Snapshot) -> bool:
         return False
@@ -77,15 +78,6 @@ class PassOne:
             sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
         return torch.cat([sums, bucket.count.reshape(1)])
 
-    def grad_norm(self, step: Step) -> Tensor:
-        raise AssertionError("pass 1 has summed the gradients")
-
-    def leave(self, step: Step) -> None:
-        """Leaves nothing: the next step reads its own gradients."""
-
-    def refuse_capture(self, snapshot: Snapshot) -> None:
-        """Can always be captured."""
-
 
 class Left(NamedTuple):
     """Holds what the step before has left, over all ranks."""
@@ -94,7 +86,7 @@ class Left(NamedTuple):
     has_stepped: bool | None  # whether any step was taken. None: only the device knows
 
 
-class StepBefore:
+class StepBefore(Source):
     """Takes v^ as the state has it before this step, over all parameters that have taken a step.
 
     So the mean follows from the state alone: it does not depend on which gradients come and go, on skipped steps, on a
@@ -104,9 +96,7 @@ class StepBefore:
     writes to the state in between must do so on all ranks.
     """
 
-    at_once: Literal["exact", "lagged"] | None = "lagged"
-    is_given = False
-    continues = False
+    at_once = "lagged"
 
     def __init__(self, pass_one: PassOne) -> None:
         self._pass_one = pass_one
@@ -186,38 +176,24 @@ def _left_by(bucket: Bucket) -> Tensor:
 # --- The caller
 
 
-class FromCaller:
+class FromCaller(Source):
     """Takes the sum of squared gradients from the caller, for a step of all that it covers, on all ranks.
 
     Exact where all parameters have taken equally many steps. Where not, the squared gradients count as spread evenly.
     """
 
-    at_once: Literal["exact", "lagged"] | None = None
     is_given = True
-    continues = False
 
     def __init__(self, grad_sq: Tensor) -> None:
         self._grad_sq = grad_sq
-
-    def is_known(self, snapshot: Snapshot) -> bool:
-        return True
 
     def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
         rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in snapshot.buckets]
         carried, weight, count = snapshot.ranks.total(rows, 3).unbind()
         return Sums(self._grad_sq, carried, self._grad_sq * weight / count.clamp(min=1), count)
 
-    def grad_norm(self, step: Step) -> Tensor:
-        raise AssertionError("the caller has summed the gradients")
 
-    def leave(self, step: Step) -> None:
-        """Leaves nothing: the caller sums the next step's gradients too."""
-
-    def refuse_capture(self, snapshot: Snapshot) -> None:
-        """Can always be captured."""
-
-
-class FromCallerInParts:
+class FromCallerInParts(Source):
     """Takes the sum of squared gradients and its number of elements from the caller, where a call may step only some of
     them: wrappers step one group at a time.
 
@@ -225,7 +201,6 @@ class FromCallerInParts:
     each step. Calls belong to the same step until a parameter comes again.
     """
 
-    at_once: Literal["exact", "lagged"] | None = None
     is_given = True
 
     def __init__(self) -> None:
@@ -250,9 +225,6 @@ class FromCallerInParts:
         self._stored = groups, state, over
         return self
 
-    def is_known(self, snapshot: Snapshot) -> bool:
-        return True
-
     def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
         if any(bucket.is_stepped_by_graphs() for bucket in snapshot.buckets):
             raise RuntimeError(
@@ -273,9 +245,6 @@ class FromCallerInParts:
         carried = self._beta2 * self._sum / bias_correction2
         fresh = (1 - self._beta2) * self._grad_sq / bias_correction2
         return Sums(self._grad_sq, carried, fresh, torch.full_like(carried, self._numel))
-
-    def grad_norm(self, step: Step) -> Tensor:
-        raise AssertionError("the caller has summed the gradients")
 
     def leave(self, step: Step) -> None:
         assert self._sum is not None
