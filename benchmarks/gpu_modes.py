@@ -31,7 +31,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """`bytes_per_element` are those that docs/gpu.md has, counted in the emulator."""
+    """`bytes_per_element` are those that docs/notes/gpu.md has, counted in the emulator."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def peak_text(rows: Sequence[Row]) -> str:
     ]
     return (
         f"One matrix of {first['elements']:,} elements, {first['repeats']} repeats, which take turns. Peak: {known}. "
-        "Bytes for each element are those that docs/gpu.md has, counted in an emulator.\n\n"
+        "Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator.\n\n"
         + markdown_table(["mode", "bytes", "median ms", "GB/s", "of peak"], cells)
     )
 

@@ -19,14 +19,9 @@ LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)#\s]+)")
 PICTURES = (".png", ".svg")
 
 
-def on_config(config: Any) -> Any:
-    config.nav = [entry for entry in config.nav if (DOCS / next(iter(entry.values()))).exists()]
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pictures, which are in other folders, under their paths in the repository."""
-    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     targets = {(page.parent, target) for page in pages for target in LINK.findall(page.read_text())}
     for path in sorted({in_repository(folder, target) for folder, target in targets if target.endswith(PICTURES)}):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
@@ -34,19 +29,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    folder = DOCS
+    of_site = os.path.dirname(page.file.src_uri)
+    folder = DOCS / of_site
     if page.file.src_uri == "index.md":
         folder, markdown = ROOT, (ROOT / "README.md").read_text()
-    return LINK.sub(lambda match: site_link(in_repository(folder, match[1]), config.repo_url), markdown)
+    return LINK.sub(lambda match: site_link(in_repository(folder, match[1]), of_site, config.repo_url), markdown)
 
 
 def in_repository(folder: Path, target: str) -> str:
     return Path(os.path.normpath(folder / target)).relative_to(ROOT).as_posix()
 
 
-def site_link(path: str, repository: str) -> str:
+def site_link(path: str, folder: str, repository: str) -> str:
+    """Returns the link from a page in `folder` of the site to a file of the repository."""
     if path == "README.md":
-        return "index.md"
+        path = "docs/index.md"
     if path.startswith("docs/") or path.endswith(PICTURES):
-        return path.removeprefix("docs/")
+        return os.path.relpath(path.removeprefix("docs/"), folder)
     return f"{repository}/blob/main/{path}"

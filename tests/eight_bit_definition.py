@@ -1,4 +1,4 @@
-"""Moments in 8 bits in NumPy, written from the description in docs/numerics.md. Nothing of the package is used here."""
+"""Moments in 8 bits in NumPy, written from docs/notes/numerics.md. Nothing of the package is used here."""
 
 from __future__ import annotations
 

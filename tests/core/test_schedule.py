@@ -143,7 +143,7 @@ def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, n
 
 
 def test_lagged_is_close_to_exact_in_real_training() -> None:
-    """Over 400 steps on digits. Run with -s to see the figures that docs/algorithm.md states."""
+    """Over 400 steps on digits. Run with -s to see the figures that docs/notes/algorithm.md states."""
     exact, exact_decay = trained_on_digits()
     lagged, lagged_decay = trained_on_digits(schedule="lagged")
     off = np.abs(lagged_decay / exact_decay - 1)

@@ -15,11 +15,12 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # `make frameworks` has them; where they are not installed the blocks that import them are left out.
 FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "timm", "transformers"}
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def code_blocks(page: Path) -> list[str]:
@@ -160,5 +161,5 @@ def test_links_and_pictures_exist(page: Path) -> None:
 
 
 def test_all_pages_are_in_the_site() -> None:
-    listed = re.findall(r"^  - .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert {page.name for page in PAGES[1:]} <= set(listed)
+    listed = re.findall(r"^ +- .+: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES[1:]} == set(listed)
