@@ -9,7 +9,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-from swd_fused.integrations.metrics_source import find_metrics_source, no_metrics
+from swd_fused.integrations import find_metrics_source, no_metrics
 
 
 class MetricsCallback(Callback):
@@ -46,13 +46,9 @@ class MetricsCallback(Callback):
                 logger.log_metrics(metrics, step=step - 1)  # Lightning counts the first step as 0
 
     def _metrics(self, optimizers: list[Any]) -> dict[str, float]:
-        sources = [source for source in map(find_metrics_source, optimizers) if source is not None]
-        prefixes = [self.prefix] if len(sources) == 1 else [f"{self.prefix}{i}/" for i in range(len(sources))]
-        return {
-            f"{prefix}{name}": value
-            for prefix, source in zip(prefixes, sources, strict=True)
-            for name, value in source.metrics().items()
-        }
+        sources = list(filter(None, map(find_metrics_source, optimizers)))
+        named = [(self.prefix if len(sources) == 1 else f"{self.prefix}{i}/", one) for i, one in enumerate(sources)]
+        return {f"{prefix}{name}": value for prefix, one in named for name, value in one.metrics().items()}
 
 
 def _check_clipping(trainer: Any) -> None:

@@ -60,12 +60,11 @@ def adams(params: Any, *, weight_decay: float = 0.0, **options: Any) -> FusedAda
         return FusedAdamS(params, weight_decay=weight_decay, **options)
     groups = as_groups(params)
     decaying = [group for group in groups if group.setdefault("weight_decay", weight_decay)]
+    of_each = (
+        {"calibration_steps": options.pop("calibration_steps")} if decaying and "calibration_steps" in options else {}
+    )
     for group in decaying:
-        group.setdefault("adamw_weight_decay", group["weight_decay"])
-        if "calibration_steps" in options:
-            group.setdefault("calibration_steps", options["calibration_steps"])
-    if decaying:
-        options.pop("calibration_steps", None)
+        group.update({"adamw_weight_decay": group["weight_decay"], **of_each, **group})
     return FusedAdamS(groups, weight_decay=weight_decay, **options)
 
 
@@ -109,14 +108,11 @@ def split(group: dict[str, Any], ids: set[int]) -> list[dict[str, Any]]:
     if group.get("weight_decay") == 0:
         return [group]
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-    corrected = [param for param in params if id(tensor_of(param)) in ids]
-    others = [param for param in params if id(tensor_of(param)) not in ids]
-    parts = [{**group, "params": corrected, "corrected_decay": True}, {**group, "params": others}]
-    return [part for part in parts if part["params"]]
-
-
-def tensor_of(param: Any) -> Any:
-    return param[1] if isinstance(param, tuple) else param
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for param in params:
+        parts[id(param[1] if isinstance(param, tuple) else param) not in ids].append(param)
+    of_parts: tuple[dict[str, bool], ...] = ({"corrected_decay": True}, {})
+    return [{**group, "params": own, **option} for own, option in zip(parts, of_parts, strict=True) if own]
 
 
 def main() -> None:

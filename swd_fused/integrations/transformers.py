@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from swd_fused.integrations.metrics_source import find_metrics_source, no_metrics
+from swd_fused.integrations import find_metrics_source, no_metrics
 
 
 class MetricsCallback(TrainerCallback):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused import decay
+from swd_fused import decay, metrics
 from swd_fused.backends import sums_of_squares
+from swd_fused.core.values import GroupValues
 from swd_fused.decay.warning import DecayWarning
 from swd_fused.devices.transfer import scalar_dtype, to_device
 from swd_fused.options import GROUP_DEFAULTS
+from swd_fused.state.operands import as_real
 from swd_fused.user_warning import warn_user
 
 LAMBDA, MOST = "scheduled_weight_decay", "max_decay"  # entries of groups
@@ -131,52 +133,55 @@ class ScheduledWeightDecay(Optimizer):
         return loss
 
     def _decay(self) -> None:
-        if all(param.grad is None for group in self.param_groups for param in group["params"]):
+        """Multiplies weights by their groups' factors, with one call for all of one device and dtype."""
+        if not any(map(_with_grad, self.param_groups)):
             return
         self.exp_avg_sq_mean = mean = self._new_mean()
-        groups = [_as_fused(group) for group in self.param_groups]
-        for group in groups:
-            if group["weight_decay"] != 0:
-                _multiply(_with_grad(group), _decay_factor(group, mean))
+        groups = list(map(_as_fused, self.param_groups))
+        factors = decay.decay_factor(mean, GroupValues(groups, "scheduled", decay).on(mean.device).column)
+        alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for index, group in enumerate(groups):
+            for param in map(as_real, _with_grad(group) if group["weight_decay"] != 0 else ()):
+                alike[index, param.device, param.dtype].append(param)
+        for (index, device, dtype), params in alike.items():
+            torch._foreach_mul_(params, to_device(factors[index], device, dtype))
         self._decay_warning.look_at(mean, groups, max(average.step for average in self._averages.values()))
 
     def _new_mean(self) -> Tensor:
         """Advances the averages of parameters with a gradient, and returns the mean over all their elements."""
         averages: dict[Tensor, Average] = {}
-        corrected: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        corrected: list[Tensor] = []
         numel = 0
         for group in self.param_groups:
             beta2 = float(group["betas"][1]) if "betas" in group else BETA2
             for param in _with_grad(group):
                 _check_grad(param.grad)
-                (square,) = sums_of_squares([_real(param.grad)], param.device).unbind()
-                before = self._averages.get(param, Average(torch.zeros_like(square), 0))
-                before_here = to_device(before.exp_avg_sq_sum, square.device, square.dtype)
-                averages[param] = now = Average(beta2 * before_here + (1 - beta2) * square, before.step + 1)
-                corrected[param.device].append(now.exp_avg_sq_sum / (1 - beta2**now.step))
-                numel += _real(param).numel()
-        totals = [torch.stack(of_device).sum() for of_device in corrected.values()]
+                square = sums_of_squares([as_real(param.grad)], param.device)[0]
+                before, step = self._averages.get(param, Average(torch.zeros_like(square), 0))
+                before = to_device(before, square.device, square.dtype)
+                averages[param] = Average(beta2 * before + (1 - beta2) * square, step + 1)
+                corrected.append(averages[param].exp_avg_sq_sum / (1 - beta2 ** (step + 1)))
+                numel += as_real(param).numel()
         # Copies to the CPU are waited for, those to a GPU are not.
-        home = next((total.device for total in totals if not total.is_cpu), totals[0].device)
-        total = torch.stack([to_device(total, home, scalar_dtype(home)) for total in totals]).sum()
+        home = next((value.device for value in corrected if not value.is_cpu), corrected[0].device)
         self._averages.update(averages)
-        return total / max(1, numel)
+        return torch.stack([to_device(value, home, scalar_dtype(home)) for value in corrected]).sum() / max(1, numel)
 
     def effective_weight_decay(self) -> list[float]:
         """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
         At the mean of the last step, NaN before the first. Waits for the device.
         """
-        mean, groups = float(self.exp_avg_sq_mean), map(_as_fused, self.param_groups)
-        return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
+        return metrics.effective_weight_decay(list(map(_as_fused, self.param_groups)), self.exp_avg_sq_mean)
 
     # --- State
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, which it can load by itself, with the averages beside it."""
         self._share()
-        params = [param for group in self.param_groups for param in group["params"]]
-        averages = {i: self._averages[param]._asdict() for i, param in enumerate(params) if param in self._averages}
+        averages = {
+            i: self._averages[param]._asdict() for i, param in enumerate(self._params()) if param in self._averages
+        }
         return {**self.optimizer.state_dict(), "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,7 +196,7 @@ class ScheduledWeightDecay(Optimizer):
         for group, values in zip(self.param_groups, own, strict=True):
             _take_over(group, *values)
         if "averages" in state_dict:
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = self._params()
             self._averages = {
                 params[index]: Average(saved["exp_avg_sq_sum"].to(params[index].device, copy=True), saved["step"])
                 for index, saved in state_dict["averages"].items()
@@ -221,6 +226,9 @@ class ScheduledWeightDecay(Optimizer):
                 "alone. Load a state dict that ScheduledWeightDecay.state_dict() has returned, if there is one.",
             )
         return averages
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("optimizer", "exp_avg_sq_mean", "_averages")
@@ -259,49 +267,17 @@ def _as_fused(group: dict[str, Any]) -> dict[str, Any]:
     return {**GROUP_DEFAULTS, **{name: group[name] for name in ("params", "lr", MOST)}, **own}
 
 
-def _decay_factor(group: dict[str, Any], mean: Tensor) -> Tensor:
-    """Returns the factor of a group's weights, on the mean's device, without waiting for it."""
-    lr = group["lr"]
-    numbers = {**decay.columns(group, -1.0 if isinstance(lr, Tensor) else max(0.0, lr)), "eps": group["eps"]}
-    columns = {name: mean.new_full((), number) for name, number in numbers.items()}
-    if isinstance(lr, Tensor):
-        columns["decay_lr"] = to_device(lr.detach().reshape(()), mean.device, mean.dtype).clamp(min=0)
-    return decay.decay_factor(mean, columns.__getitem__)
-
-
-def _multiply(params: list[Tensor], factor: Tensor) -> None:
-    """Multiplies parameters in place, all of one device and dtype by one call."""
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for param in map(_real, params):
-        alike[param.device, param.dtype].append(param)
-    for (device, dtype), tensors in alike.items():
-        torch._foreach_mul_(tensors, to_device(factor, device, dtype))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 # --- Checks
 
 
 def _check_optimizer(optimizer: object) -> None:
-    from swd_fused.optimizer import FusedAdamS
-
+    got = f"ScheduledWeightDecay got {type(optimizer).__name__}, "
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"ScheduledWeightDecay got {type(optimizer).__name__}, wanted a torch optimizer to wrap, such as "
-            "torch.optim.Adam(model.parameters())."
-        )
-    if isinstance(optimizer, (FusedAdamS, ScheduledWeightDecay)):
-        raise ValueError(
-            f"ScheduledWeightDecay got {type(optimizer).__name__}, which schedules its decay already. Use it alone."
-        )
+        raise TypeError(f"{got}wanted a torch optimizer to wrap, such as torch.optim.Adam(model.parameters()).")
+    if hasattr(optimizer, "effective_weight_decay"):
+        raise ValueError(f"{got}which schedules its decay already. Use it alone.")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "ScheduledWeightDecay got LBFGS, wanted an optimizer that takes one step for one gradient. LBFGS evaluates "
-            "many within a step and would have its own weights changed in between."
-        )
+        raise ValueError(f"{got}which takes many gradients in a step. Wrap an optimizer that takes one.")
 
 
 def _check_decays(groups: list[dict[str, Any]], given: float | None) -> None:
@@ -321,12 +297,9 @@ def _check_decays(groups: list[dict[str, Any]], given: float | None) -> None:
 
 
 def _check_grad(grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
+    if grad.layout is not torch.strided or hasattr(grad, "placements"):
+        kind = "one that is sharded over processes" if grad.layout is torch.strided else f"a {grad.layout} one"
         raise RuntimeError(
-            f"ScheduledWeightDecay got a {grad.layout} gradient, wanted a dense one. Use sparse=False in the embedding."
-        )
-    if hasattr(grad, "placements"):
-        raise RuntimeError(
-            "ScheduledWeightDecay got a gradient that is sharded over several processes, wanted a whole one: the mean "
-            "would be that of the shard."
+            f"ScheduledWeightDecay got {kind} as a gradient, wanted a dense tensor that is here as a whole. Use "
+            "sparse=False in an embedding, and FusedAdamS for models that are sharded."
         )
