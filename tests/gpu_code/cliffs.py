@@ -247,7 +247,7 @@ def without_launches(costs: Costs) -> Iterator[None]:
         patch.object(triton_plan, "programs_on", lambda *_: 1),
         patch.object(triton_plan, "Operands", Counted),
         patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(warp_size=32)),
-        patch.object(backends, "choose", lambda *_: (triton, "triton")),
+        patch.object(backends, "choose", lambda *_: triton),
     ):
         yield
 

@@ -50,7 +50,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(launch, "_driver_launches_cooperatively", lambda device: False)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(backends, "choose", lambda *_: (backends.load_triton_backend(), "triton"))
+    monkeypatch.setattr(backends, "choose", lambda *_: backends.load_triton_backend())
     for cached in (compilation.launcher_for, compilation.programs_on):
         cached.cache_clear()
     yield noted
