@@ -127,10 +127,10 @@ QUICK = Preset(
     matched_decay=5e-3,
 )
 
-# As the paper trains, with all images that are not held out.
-IMAGES = Task("cifar10", "large-resnet", 30, 64, (12, 24), augment=True, evaluate_every=6, held_out=2000)
+# As the paper trains, with all images of the subset that are not held out.
+IMAGES = Task("cifar10-subset", "large-resnet", 30, 64, (12, 24), augment=True, evaluate_every=6, held_out=2000)
 # Few images, small batches and no augmentation, so that a short run overfits.
-FEW_IMAGES = Task("cifar10", "medium-resnet", 12, 32, (5, 10), limit=4000, evaluate_every=6, held_out=2000)
+FEW_IMAGES = Task("cifar10-subset", "medium-resnet", 12, 32, (5, 10), limit=4000, evaluate_every=6, held_out=2000)
 WORDS = Task("penn-treebank-4000", "medium-lstm", 12, 20, limit=100_000, evaluate_every=4)
 
 REAL = Preset(

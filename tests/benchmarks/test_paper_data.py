@@ -136,6 +136,22 @@ def test_cifar_is_read_in_both_formats(tmp_path: Path, name: str, binary: bool) 
     assert data.classes == CASES[name][3]
 
 
+def test_the_subset_has_as_many_images_of_the_whole_set_as_two_cores_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(tmp_path, "cifar10", binary=True)
+    of_file = iter(range(6))
+
+    def whole_file(path: Path, kind: object) -> tuple[np.ndarray, np.ndarray]:
+        return np.full((10_000, 3072), next(of_file), np.uint8), np.arange(10_000) % 10
+
+    monkeypatch.setattr(sys.modules["benchmarks.paper.data.cifar"], "read_binary", whole_file)
+    data = IMAGES["cifar10-subset"](tmp_path)
+    assert data.train_images[:, 0, 0, 0].unique(return_counts=True)[1].tolist() == [2000] * 5
+    assert data.train_labels.tolist() == [*range(10)] * 1000
+    assert (len(data.test_images), len(data.test_labels)) == (5000, 5000)
+
+
 @pytest.mark.parametrize("binary", [False, True], ids=["python", "binary"])
 @pytest.mark.parametrize("name", CASES)
 def test_folders_with_the_names_of_cifars_files_are_passed_over(tmp_path: Path, name: str, binary: bool) -> None:

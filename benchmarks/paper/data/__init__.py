@@ -22,6 +22,7 @@ __all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "loa
 
 IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
     "cifar10": partial(cifar, CIFAR10),
+    "cifar10-subset": partial(cifar, CIFAR10, of_each=2000, for_testing=5000),  # for two cores: 10,000 train
     "cifar100": partial(cifar, CIFAR100),
     "fashion-mnist": fashion_mnist,
     "digits": lambda root: digits(),

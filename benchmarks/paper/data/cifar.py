@@ -51,7 +51,8 @@ CIFAR100 = Cifar(
 )
 
 
-def cifar(kind: Cifar, root: Path | None) -> Tensors:
+def cifar(kind: Cifar, root: Path | None, of_each: int | None = None, for_testing: int | None = None) -> Tensors:
+    """`of_each` training file and `for_testing`, the first images are taken: by default all."""
     binary = root is not None and any(
         all((folder / file).is_file() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
     )
@@ -68,8 +69,11 @@ def cifar(kind: Cifar, root: Path | None) -> Tensors:
                 f"{folder}: {file} has {len(images)} images and {len(labels)} labels, wanted as many labels from 0 to "
                 f"{kind.classes - 1}."
             )
-    images = [torch.from_numpy(part[0].copy()).view(-1, 3, 32, 32) for part in parts]
-    labels = [torch.from_numpy(part[1].astype(np.int64)) for part in parts]
+    counts = [*[of_each] * (len(parts) - 1), for_testing]
+    images = [
+        torch.from_numpy(x[:count].copy()).view(-1, 3, 32, 32) for (x, _), count in zip(parts, counts, strict=True)
+    ]
+    labels = [torch.from_numpy(y[:count].astype(np.int64)) for (_, y), count in zip(parts, counts, strict=True)]
     train, test = normalized(torch.cat(images[:-1]), images[-1])
     return Tensors(train, torch.cat(labels[:-1]), test, labels[-1], kind.classes)
 

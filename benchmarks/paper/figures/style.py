@@ -22,6 +22,7 @@ GREY = "#777777"
 
 NAMES = {
     "cifar10": "CIFAR-10",
+    "cifar10-subset": "CIFAR-10, 10,000 images",
     "cifar100": "CIFAR-100",
     "imagenet": "ImageNet",
     "fashion-mnist": "Fashion-MNIST",
