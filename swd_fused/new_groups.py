@@ -12,8 +12,7 @@ from torch.optim.optimizer import ParamsT
 from swd_fused import backends
 from swd_fused.core.tensor_checks import check_params
 from swd_fused.decay import calibration, follow_lr
-from swd_fused.decay.kinds import WEIGHT_DECAYS, Decay
-from swd_fused.decay.largest_lr import SO_FAR
+from swd_fused.decay.kinds import SO_FAR, WEIGHT_DECAYS, Decay
 from swd_fused.distributed.refusals import refuse_tensor_alone
 from swd_fused.distributed.sharding import ShardedOver, local_tensor
 from swd_fused.options import GROUP_DEFAULTS, Options, check_new_group

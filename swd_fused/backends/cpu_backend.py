@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,43 +121,3 @@ def _columns(bucket: Bucket, index: int) -> int:
     columns = rows_and_columns(shape)[1]
     is_one_row = columns % BLOCK == 0 and bucket.block_numbers[index].pitch == columns // BLOCK
     return shape.numel() if is_one_row else columns
-
-
-# What the operators return where nothing is computed.
-
-
-def _fake_sums(numbers: int | None = None) -> Callable[..., Tensor]:
-    def fake(*args: Any) -> Tensor:
-        return _fake(args, len(args[0]) if numbers is None else numbers, torch.float64)
-
-    return fake
-
-
-def _fake_description(*args: Any) -> Tensor:
-    """Returns a description of the length that csrc/cpu/operands.cpp gives it."""
-    *kept, exp_avg_scales, exp_avg_sq_scales, grads, _, _, numbers, block_numbers = args
-    lists = [*kept, grads]
-    by_list = sum(map(len, (*lists, exp_avg_scales, exp_avg_sq_scales)))
-    if numbers is not None:  # which are laid out as a tensor is
-        lists.append(lists[0])
-    described = sum(2 + 2 * tensor.dim() for tensors in lists for tensor in tensors)
-    of_each = 4 if block_numbers is None else 7
-    return _fake(lists, HEADER + by_list + of_each * len(lists[0]) + described, torch.int64)
-
-
-def _fake(args: Iterable[Any], numbers: int, dtype: torch.dtype) -> Tensor:
-    tensors = [value for arg in args for value in (arg if isinstance(arg, list) else [arg])]
-    tensors = [value for value in tensors if isinstance(value, Tensor)]
-    where = next((tensor for tensor in tensors if tensor.is_meta), tensors[0])
-    result: Tensor = where.new_empty(numbers, dtype=dtype)
-    return result
-
-
-torch.library.register_fake("swd_fused::description")(_fake_description)
-torch.library.register_fake("swd_fused::gradient_sums")(_fake_sums(3))
-torch.library.register_fake("swd_fused::max_exp_avg_sq_sum")(_fake_sums(1))
-torch.library.register_fake("swd_fused::last_exp_avg_sq_sum")(_fake_sums(2))
-torch.library.register_fake("swd_fused::update_")(_fake_sums(1))
-torch.library.register_fake("swd_fused::step_")(_fake_sums(3))
-torch.library.register_fake("swd_fused::exp_avg_sq_sums")(_fake_sums())
-torch.library.register_fake("swd_fused::advise_huge_pages")(lambda tensor: None)

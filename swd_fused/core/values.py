@@ -53,7 +53,7 @@ class HyperRow(NamedTuple):
     """Holds the hyper-parameters of a parameter group: the columns of the table that kernels read."""
 
     lr: float  # -1 stands for a tensor, which is not read here
-    decay_lr: float  # takes its place before the decay, see `decay.largest_lr`; mostly lr itself
+    decay_lr: float  # takes its place before the decay, see `decay.kinds`; mostly lr itself
     beta1: float
     beta2: float
     eps: float

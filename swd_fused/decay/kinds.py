@@ -1,23 +1,36 @@
 """The kinds of weight decay: the options of a parameter group that say how it decays, and what they do to a step.
 
 An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: what a step is told of a group's
-decay. The effective decay, the warning and the largest learning rate follow from these columns.
+decay. The effective decay and the warning follow from these columns.
+
+Corrected and independent decay relate the learning rate to the largest one so far. That is an entry of the group, so it
+is saved and loaded with it: a number, or where `lr` is a tensor, a tensor beside it that steps advance in place, on the
+device and in each replay of a CUDA graph. Steps that were taken count, and those that were skipped, of which the host
+may not know.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
-from swd_fused.decay.largest_lr import Lr, is_related, largest_lr, related_lr
+from swd_fused.devices import graphs
+from swd_fused.devices.transfer import from_host, is_fake, scalar_dtype
+from swd_fused.user_warning import warn_user
 
 Group = Mapping[str, Any]
 Decay = Literal["scheduled", "decoupled", "independent", "l2"]
+Lr = TypeVar("Lr", float, Tensor)
+
+SO_FAR = "largest_lr_so_far"
+
+# By how much schedulers, and tensors of float32, may miss the peak that they are to reach.
+PEAK_ROUNDING = 1e-6
 
 # Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
 WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
@@ -49,7 +62,7 @@ class DecayOptions(NamedTuple):
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
     largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: what steps have seen, see `decay.largest_lr`. A tensor if `lr` is one.
+    # Not an argument: what steps have seen, see `LargestLr`. A tensor if `lr` is one.
     largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
     # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
@@ -159,3 +172,111 @@ def check_is_scheduled(adamw_weight_decay: object, kind: Decay) -> None:
             f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r} with decay={kind!r}, which has no schedule "
             "that could start from it. Use weight_decay."
         )
+
+
+# --- The largest learning rate so far
+
+
+def is_related(group: Group) -> bool:
+    """Returns whether the decay of a group depends on the largest learning rate so far."""
+    return group["decay"] == "independent" or bool(group["corrected_decay"])
+
+
+def related_lr(group: Group, lr: Lr, largest: Lr) -> Lr:
+    """Returns what takes the place of a learning rate > 0 before `weight_decay`. While it is the largest one, corrected
+    decay has `lr` itself, to the bit."""
+    share = lr / largest
+    return share if group["decay"] == "independent" else lr * share
+
+
+def largest_lr(group: Group, lr: float) -> float:
+    """Returns the largest learning rate if this one counts. May wait for a device."""
+    return max(lr, _number(group[SO_FAR]), group["largest_lr"] or 0.0)
+
+
+class LargestLr:
+    """Follows the learning rate of a group, a number or a tensor, whose decay is related to the largest one."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._group, lr, so_far = group, group["lr"], group[SO_FAR]
+        self._lr: Tensor | None = lr if isinstance(lr, Tensor) else None
+        if self._lr is None:
+            group[SO_FAR] = _number(so_far) if isinstance(so_far, Tensor) else so_far
+        elif not isinstance(so_far, Tensor) or so_far.device != self._lr.device:
+            if graphs.is_capturing(self._lr.device):
+                raise RuntimeError(
+                    "FusedAdamS got the first step with this lr, whose largest value the decay depends on, in the "
+                    "capture of a CUDA graph, which would set it back in each replay. Take such a step before."
+                )
+            group[SO_FAR] = _on_device(so_far, self._lr.device)
+        self._so_far: Any = group[SO_FAR]  # where it is a tensor
+
+    def begin(self) -> None:
+        """Warns, before a step, of a learning rate that is larger than what was given. One on a GPU is not waited
+        for."""
+        if self._lr is None or (self._lr.is_cpu and not is_fake(self._lr)):
+            warn_of_larger(self._group, float(self._group["lr"]))
+
+    def decay_lr(self) -> Tensor | None:
+        """Returns on the device what takes the place of the learning rate before `weight_decay`. Of one that is a
+        number the group's row has it."""
+        if self._lr is None:
+            return None
+        if graphs.is_capturing(self._lr.device):
+            graphs.keep(self._so_far)
+        lr = self._on_its_device(self._lr)
+        largest = torch.fmax(self._so_far.reshape(()), lr).clamp(min=self._group["largest_lr"] or 0.0)
+        return torch.where(lr > 0, related_lr(self._group, lr, largest), 0.0)
+
+    def count(self) -> None:
+        """Counts the learning rate of a step that was taken."""
+        if self._lr is not None:
+            torch.fmax(self._so_far, self._on_its_device(self._lr), out=self._so_far)  # which ignores NaN
+        elif self._group["lr"] > self._group[SO_FAR]:
+            self._group[SO_FAR] = float(self._group["lr"])
+
+    def _on_its_device(self, lr: Tensor) -> Tensor:
+        return lr.detach().reshape(()).to(self._so_far.dtype).clamp(min=0)
+
+
+def follow_lr(group: dict[str, Any]) -> LargestLr | None:
+    """Returns what follows the learning rate of a group for its decay, None if that does not depend on it."""
+    return LargestLr(group) if is_related(group) else None
+
+
+def note_larger(groups: Sequence[dict[str, Any]]) -> None:
+    """Warns of learning rates on a device that were larger than what was given. Waits for the device."""
+    for group in groups:
+        if group["largest_lr"] is not None and isinstance(group[SO_FAR], Tensor):
+            warn_of_larger(group, _number(group[SO_FAR]))
+
+
+def warn_of_larger(group: dict[str, Any], lr: float) -> None:
+    """Warns, once, of a learning rate that is larger than what was given, which has no meaning any more."""
+    given = group["largest_lr"]
+    if given is None or lr <= given * (1 + PEAK_ROUNDING):
+        return
+    group["largest_lr"] = None
+    warn_user(
+        f"FusedAdamS got lr={lr:g} after largest_lr={given:g}, which was to be the largest. The decay is related to "
+        "the larger one from here on. Pass the peak of the schedule as largest_lr, or leave it out.",
+    )
+
+
+def _on_device(so_far: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor with one dimension: those of float64 without any torch.compile takes for Python's numbers, and
+    compiles twice."""
+    dtype = scalar_dtype(device)
+    if isinstance(so_far, Tensor):
+        return so_far.detach().reshape(1).to(device, dtype, copy=True)
+    return from_host(torch.tensor([so_far], dtype=dtype, device="cpu"), device)
+
+
+def _number(so_far: float | Tensor) -> float:
+    """Waits for a device after another kind of `lr` was set, once."""
+    if isinstance(so_far, Tensor) and graphs.is_capturing(so_far.device):
+        raise RuntimeError(
+            "FusedAdamS got a number as lr in place of a tensor, in the capture of a CUDA graph, which cannot wait for "
+            "the largest learning rate so far. Take a step with that number before."
+        )
+    return float(so_far)

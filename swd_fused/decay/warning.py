@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from swd_fused.decay.kinds import FAR_BEYOND_ADAMW, columns, divisor
-from swd_fused.decay.largest_lr import SO_FAR
+from swd_fused.decay.kinds import FAR_BEYOND_ADAMW, SO_FAR, columns, divisor
 from swd_fused.devices.transfer import HostCopy, can_be_read_later, is_fake
 from swd_fused.user_warning import warn_user
 

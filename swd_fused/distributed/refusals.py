@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,7 +39,13 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
     """
     if not is_distributed() or dist.get_world_size() == 1:
         return
-    found = _mark(params) or _caller()
+    found = _mark(params)
+    for frame in _callers() if found is None else ():
+        owner = type(frame.f_locals.get("self"))
+        advices = [advice for module, advice in CALLERS.items() if str(owner.__module__).startswith(module)]
+        if advices:
+            found = owner.__name__, advices[0]
+            break
     if found is not None:
         who, advice = found
         raise RuntimeError(
@@ -52,19 +58,15 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
 def refuse_tensor_alone(needed: str) -> None:
     """Raises in the constructor if a wrapper calls it for each tensor. It leaves no mark but that it is the caller: the
     tensors are ordinary ones in pinned memory, which anybody else's offload may have."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(FRAMES):
-        if frame is None:
-            return
-        # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
-        if frame.f_globals.get("__name__") in PER_TENSOR:
-            raise ValueError(
-                f"FusedAdamS was made by {frame.f_globals['__name__']}, whose CPUOffloadOptimizer makes one optimizer "
-                f"for each tensor: {needed} would be that of a tensor, and wrong. To keep state in host memory use "
-                "FSDP2's fully_shard(model, offload_policy=CPUOffloadPolicy()), on one process too; or "
-                'decay="decoupled" without max_grad_norm and skip_nonfinite, which depends on nothing but the tensor.'
-            )
-        frame = frame.f_back
+    # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
+    caller = next((name for frame in _callers() if (name := frame.f_globals.get("__name__")) in PER_TENSOR), None)
+    if caller is not None:
+        raise ValueError(
+            f"FusedAdamS was made by {caller}, whose CPUOffloadOptimizer makes one optimizer for each tensor: {needed} "
+            "would be that of a tensor, and wrong. To keep state in host memory use FSDP2's fully_shard(model, "
+            'offload_policy=CPUOffloadPolicy()), on one process too; or decay="decoupled" without max_grad_norm and '
+            "skip_nonfinite, which depends on nothing but the tensor."
+        )
 
 
 def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], needed: str) -> None:
@@ -91,7 +93,9 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
     indices = {stage.stage_index for stage in here}
     # A pipeline of another model has the same indices on this rank.
     others = [it for it in stages if (it.group, it.num_stages) in kinds and it.stage_index not in indices]
-    if others and any(stages[stage] & ids and not own & ids for stage in others for ids in _params_of_optimizers()):
+    groups = [vars(other).get("param_groups", ()) for other in _instances(sys.modules["swd_fused"].FusedAdamS)]
+    optimized = [{id(param) for group in of_one for param in group["params"]} for of_one in groups]
+    if any(stages[stage] & ids and not own & ids for stage in others for ids in optimized):
         raise RuntimeError(
             f"FusedAdamS got parameters of stages {sorted(indices)} of a pipeline of {here[0].num_stages}, and another "
             f"FusedAdamS on this rank those of stage {others[0].stage_index}: {needed} would be that of some stages, "
@@ -99,10 +103,16 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
         )
 
 
-def refuse_late_reduction(params: Iterable[Tensor]) -> None:
+def refuse_late_reduction(params: Sequence[Tensor]) -> None:
     """Raises where gradients are still to be reduced over ranks when autograd has accumulated them, for releasing them
     then. Looks at all objects there are, since DistributedDataParallel leaves no mark on parameters: some 0.1 s."""
-    name = late_reducer(list(params))
+    found, own = _mark(params), set(map(id, params))
+    name = None if found is None else found[0]
+    module: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if name is None and module is not None and is_distributed():
+        wrappers = _instances(module.DistributedDataParallel)
+        if any(own.intersection(map(id, wrapper.parameters())) for wrapper in wrappers):
+            name = "DistributedDataParallel"
     if name is not None:
         raise RuntimeError(
             f"release_gradients got parameters of {name}, which reduces gradients over ranks only after autograd has "
@@ -111,47 +121,20 @@ def refuse_late_reduction(params: Iterable[Tensor]) -> None:
         )
 
 
-def late_reducer(params: list[Tensor]) -> str | None:
-    """Returns the name of a wrapper that reduces gradients after autograd has accumulated them."""
-    module: Any = sys.modules.get("torch.nn.parallel.distributed")
-    found = _mark(params)
-    if found is not None:
-        return found[0]
-    if module is not None and is_distributed():
-        wrapper = module.DistributedDataParallel
-        own = set(map(id, params))
-        if any(own.intersection(map(id, other.parameters())) for other in _instances(wrapper)):
-            return str(wrapper.__name__)
-    return None
+def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
+    marks = (found for param in params for attribute, found in MARKS.items() if getattr(param, attribute, False))
+    return next(marks, None)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _instances(kind: type) -> list[Any]:
     # By type: isinstance would ask proxies, which may import or compute something to answer.
     return [other for other in gc.get_objects() if issubclass(type(other), kind)]
-
-
-def _params_of_optimizers() -> list[set[int]]:
-    """Returns the ids of the parameters of each FusedAdamS there is."""
-    groups = [vars(other).get("param_groups", ()) for other in _instances(sys.modules["swd_fused"].FusedAdamS)]
-    return [{id(param) for group in of_one for param in group["params"]} for of_one in groups]
-
-
-def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
-    for param in params:
-        for attribute, found in MARKS.items():
-            if getattr(param, attribute, False):
-                return found
-    return None
-
-
-def _caller() -> tuple[str, str] | None:
-    frame = sys._getframe(1)
-    for _ in range(FRAMES):
-        owner = type(frame.f_locals.get("self"))
-        for module, advice in CALLERS.items():
-            if str(owner.__module__).startswith(module):
-                return owner.__name__, advice
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
