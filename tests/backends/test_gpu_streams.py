@@ -25,6 +25,8 @@ def steps(
 ) -> None:
     """Takes the first step on the current stream and the others on another one, if there is one."""
     for step, now in enumerate(grads):
+        if side is not None and step == 1:
+            side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side if step else None):
             for param, grad in zip(params, now, strict=True):
                 param.grad = grad
