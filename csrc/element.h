@@ -17,6 +17,7 @@ struct Scalars {
   T eps;
   T decay_factor;
   T step_size;     // lr / bias_correction1
+  T ema_weight;    // of the new weight in its average
   bool from_grad;  // whether exp_avg is g - beta1 (g - m) and not m + (1 - beta1)(g - m)
   bool cautious;   // whether only weights decay that the update does not move away from zero
 
@@ -31,6 +32,7 @@ struct Scalars {
             static_cast<To>(eps),
             static_cast<To>(decay_factor),
             static_cast<To>(step_size),
+            static_cast<To>(ema_weight),
             from_grad,
             cautious};
   }
@@ -65,6 +67,12 @@ SWD_INLINE V update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_
     param = s.decay_factor * param - s.step_size * exp_avg / denom;
   }
   return root;
+}
+
+// The exponential average of a weight, `param` as its update leaves it.
+template <typename V, typename T>
+SWD_INLINE V next_average(V ema_param, V param, T ema_weight) {
+  return ema_param + ema_weight * (param - ema_param);
 }
 
 }  // namespace swd

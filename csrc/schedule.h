@@ -19,6 +19,8 @@ struct Hyper {
   double l2;                       // Adam's
   double corrects_bias;            // 1 or 0
   double cautious;                 // 1 or 0
+  double ema_decay;                // of averages of weights; 1 where there are none
+  double ema_warmup;               // 1 or 0
 };
 
 inline double bias_correction(double beta, double step, const Hyper& hyper) {
@@ -46,6 +48,12 @@ inline double clip_factor(double grad_norm, double max_grad_norm) {
   return factor > 1 ? 1 : factor;
 }
 
+// 1 - ema_decay, or more in the first steps.
+inline double ema_weight(const Hyper& hyper, double step) {
+  if (hyper.ema_warmup == 0) return 1 - hyper.ema_decay;
+  return 1 - std::min(hyper.ema_decay, (1 + step) / (10 + step));
+}
+
 inline Scalars<double> scalars_of(const Hyper& hyper, double step, double grad_factor, double decay_factor) {
   const bool from_grad = hyper.beta1 <= 0.5;
   return {hyper.sign * grad_factor,
@@ -57,6 +65,7 @@ inline Scalars<double> scalars_of(const Hyper& hyper, double step, double grad_f
           hyper.eps,
           decay_factor,
           hyper.lr / bias_correction(hyper.beta1, step, hyper),
+          ema_weight(hyper, step),
           from_grad,
           hyper.cautious != 0};
 }

@@ -36,6 +36,8 @@ class FusedAdamW(FusedAdamS):
         stochastic_rounding: round bfloat16 parameters up or down stochastically.
         seed: of stochastic rounding.
         state_dtype: "8bit" keeps both moments in 8 bits; a dtype of 16 bits is for the first moment only.
+        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`.
+        ema_warmup: let it forget the first weights soon, by a smaller `ema_decay` at first.
         process_group: the ranks to sum over, where plain tensors are shards or differ by rank.
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best.
@@ -62,6 +64,8 @@ class FusedAdamW(FusedAdamS):
         stochastic_rounding: bool = False,
         seed: int = 0,
         state_dtype: StateDtype = None,
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
         backend: BackendName = "auto",

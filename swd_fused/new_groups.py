@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from swd_fused import backends
+from swd_fused.averages import check_use_of_warmup
 from swd_fused.core.tensor_checks import check_params
 from swd_fused.decay import calibration, follow_lr
 from swd_fused.decay.kinds import SO_FAR, WEIGHT_DECAYS, Decay
@@ -98,6 +99,7 @@ def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Gr
     if options.uses_sums:
         refuse_tensor_alone(options.shared_sum)
     calibration.check_some_group_decays(defaults["adamw_weight_decay"], groups)
+    check_use_of_warmup(groups)
     _check_use_of_seed(options, groups)
     _warn_without_codes(groups)
     _check_use_of_precision(options, dtypes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import backends, checkpoints, decay, metrics
+from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import Observer, take
@@ -30,6 +30,7 @@ from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, unwrapped
+from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.master_weights import master_of
 
 ORDINARY_CALL = StepCall()
@@ -75,6 +76,10 @@ class FusedAdamS(Optimizer):
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
             is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
+        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`: a step brings
+            it nearer to each weight that it updates by a share of 1 - ema_decay.
+        ema_warmup: use min(ema_decay, (1 + t) / (10 + t)) in a parameter's step t, to forget the first weights soon.
+
         process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
         total_numel: number of elements of the whole model, where shards are padded.
         backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best; `repr` names it.
@@ -119,6 +124,9 @@ class FusedAdamS(Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         state_dtype: StateDtype = None,
+        # The average of the weights
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
         # Where parameters are
         process_group: torch.distributed.ProcessGroup | None = None,
         total_numel: int | None = None,
@@ -297,6 +305,7 @@ class FusedAdamS(Optimizer):
         `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
         too small for AdamW: one that loads it should get `effective_weight_decay()`, see docs/migrating.md.
         """
+        refuse_exchanged(self.state, "state_dict()")
         self._calibration.settle(self.param_groups)
         return checkpoints.without_process_groups(super().state_dict())
 
@@ -306,6 +315,7 @@ class FusedAdamS(Optimizer):
 
         If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
         """
+        refuse_exchanged(self.state, "load_state_dict()")
         saved = checkpoints.after_hooks(state_dict, self)
         self.__setstate__(checkpoints.loaded(saved, self.param_groups, self.options))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -315,6 +325,7 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
+        refuse_exchanged(self.state, "a copy or a pickle")
         self._calibration.take_back_skipped(self.param_groups)
         return {
             **super().__getstate__(),
@@ -344,6 +355,27 @@ class FusedAdamS(Optimizer):
     def master_param(self, param: Tensor) -> Tensor:
         """Returns the float32 master of a parameter, for export: the parameter itself if it has none."""
         return master_of(param, self.state.get(param) or {})
+
+    # --- Averages of weights, see docs/averages.md
+
+    @_disable_dynamo
+    def averaged_params(self) -> AbstractContextManager[None]:
+        """Returns a context in which parameters have the values of their averages, to evaluate or save the model.
+
+        Weights and averages are exchanged in place, and back at the end, whatever is raised: masters too, for
+        `master_param`. Enter it on all ranks. No step can be taken in it, nor the optimizer's state saved or loaded.
+        """
+        return averages.exchanged(unwrapped(self))
+
+    @_disable_dynamo
+    def copy_averages(self, target: torch.nn.Module | Iterable[Tensor]) -> None:
+        """Copies averages into other tensors, of any dtype: those of a copy of the model, found by the names that this
+        optimizer's parameters have, or as many tensors as it has parameters, in its order.
+
+        What has no average yet, or is in a group without, gives its weight. Plain tensors get whole parameters, for
+        which all ranks must call this. Buffers are not parameters, and stay as they are.
+        """
+        averages.copy_to(target, unwrapped(self))
 
     # --- What users log
 

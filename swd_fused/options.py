@@ -70,6 +70,9 @@ BETAS = Check(
 STATE_DTYPE = Check(lambda dtype: dtype is None or dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or None")
 SEED = Check(lambda seed: is_whole(seed) and seed < 2**63, "a whole number in [0, 2^63)")
 MAX_GRAD_NORM = Check(lambda norm: is_number(norm) and norm > 0, "a number > 0", "Use None to switch clipping off.")
+EMA_DECAY = Check(
+    lambda decay: is_number(decay) and 0 <= decay <= 1, "a number in [0, 1]", "0.999 and 0.9999 are usual choices."
+)
 TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or None to count elements")
 
 
@@ -88,6 +91,8 @@ class GroupOptions(NamedTuple):
     maximize: Annotated[bool, FLAG] = False
     bias_correction: Annotated[bool, FLAG] = True
     state_dtype: Annotated[StateDtype, STATE_DTYPE] = None
+    ema_decay: Annotated[float | None, EMA_DECAY.or_none()] = None  # None: weights are not averaged
+    ema_warmup: Annotated[bool, FLAG] = False
 
 
 class Options(NamedTuple):

@@ -1,6 +1,6 @@
 """The paper's AdamS (algorithm 2, and AMSGradS) in NumPy, as DESIGN fixes it: the judge of every backend. Beside it the
 other decays of weights: AdamW's, AdamC's (arXiv 2506.02285), the one independent of the learning rate (as in arXiv
-2309.14322), and the cautious one (arXiv 2510.12402).
+2309.14322), and the cautious one (arXiv 2510.12402). And the exponential average of the weights.
 
 In long double, which is more precise than anything that it judges. Nothing of the package is used here.
 """
@@ -32,6 +32,8 @@ class Group:
     cautious_decay: bool = False
     largest_lr: float | None = None
     largest_lr_so_far: float = 0.0
+    ema_decay: float | None = None
+    ema_warmup: bool = False
 
 
 @dataclass
@@ -52,6 +54,7 @@ class AdamS:
         self.exp_avg = [np.zeros_like(p) for p in self.params]
         self.exp_avg_sq = [np.zeros_like(p) for p in self.params]
         self.max_exp_avg_sq = [np.zeros_like(p) for p in self.params]
+        self.ema_param = [p.copy() for p in self.params]
         self.steps = [0] * len(self.params)
         self.exp_avg_sq_mean = wide(np.nan)
         self.grad_norm = wide(np.nan)
@@ -81,7 +84,10 @@ class AdamS:
             shrink = self.shrink(group, self.mean_for(i, with_grad))
             decays = self.agrees(i, direction, g[i]) if group.cautious_decay else np.ones_like(direction, dtype=bool)
             decay_factor = np.where(decays, 1 - wide(shrink), wide(1.0))
-            self.params[i] = decay_factor * self.params[i] - group.lr * direction
+            before = self.params[i]
+            self.params[i] = decay_factor * before - group.lr * direction
+            if group.ema_decay is not None:
+                self.ema_param[i] = self.average(self.ema_decay(group, i), i, before)
 
     def shrink(self, group: Group, mean: Array) -> Array:
         """What a step takes of each weight that decays."""
@@ -93,6 +99,14 @@ class AdamS:
         return (
             min(lr * group.weight_decay / (np.sqrt(mean) + group.eps), wide(group.max_decay)) if mean > 0 else wide(0)
         )
+
+    def ema_decay(self, group: Group, i: int) -> Array:
+        t = self.steps[i]
+        assert group.ema_decay is not None
+        return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
+
+    def average(self, decay: Array, i: int, before: Array) -> Array:
+        return self.ema_param[i] + (1 - decay) * (self.params[i] - self.ema_param[i])
 
     def correction(self, group: Group) -> Array:
         largest = max(group.largest_lr_so_far, group.largest_lr or 0.0)
@@ -235,3 +249,29 @@ class AgreesAfterUpdate(AdamS):
     def agrees(self, i: int, direction: Array, grad: Array) -> Array:
         lr = next(group.lr for group in self.groups if i in group.params)
         return direction * (self.params[i] - lr * direction) >= 0
+
+
+# --- Wrong where weights are averaged
+
+
+class AverageOfOldWeights(AdamS):
+    """Wrong: of the weight before the update."""
+
+    def average(self, decay: Array, i: int, before: Array) -> Array:
+        return self.ema_param[i] + (1 - decay) * (before - self.ema_param[i])
+
+
+class DecayOfStepBefore(AdamS):
+    """Wrong: the warm-up is a step behind."""
+
+    def ema_decay(self, group: Group, i: int) -> Array:
+        t = self.steps[i] - 1
+        assert group.ema_decay is not None
+        return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
+
+
+class AverageFromFirstStep(AdamS):
+    """Wrong: the average starts as the weight after the first step."""
+
+    def average(self, decay: Array, i: int, before: Array) -> Array:
+        return super().average(decay if self.steps[i] > 1 else wide(0.0), i, before)

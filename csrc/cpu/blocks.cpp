@@ -224,6 +224,23 @@ struct Masters {
   uint16_t *params, *remainders;
 };
 
+// Either of them, with averages that follow.
+template <typename T, typename W>
+struct Averaged {
+  template <typename V>
+  SWD_INLINE V read(int64_t i) const {
+    return weights.template read<V>(i);
+  }
+  template <typename V>
+  SWD_INLINE void write(int64_t i, const V& updated) const {
+    weights.write(i, updated);
+    put(ema_param + i, next_average(get<V>(ema_param + i), updated, ema_weight));
+  }
+  W weights;
+  T* ema_param;
+  T ema_weight;
+};
+
 template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename T, typename W>
 SWD_INLINE UpdateSums update_vectors(W weights, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
                                      const Scalars<T>& scalars) {
@@ -246,12 +263,15 @@ SWD_INLINE UpdateSums update_vectors(W weights, T* exp_avg, T* exp_avg_sq, T* ma
 }
 
 template <bool AMSGRAD, typename T, typename W>
-SWD_INLINE UpdateSums update_each(W weights, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, int64_t n,
-                                  const Scalars<T>& scalars) {
-  return by_kind(scalars, [&](auto decay, auto from_grad) SWD_INLINE_LAMBDA {
-    return update_vectors<AMSGRAD, decltype(decay)::value, decltype(from_grad)::value>(
-        weights, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
-  });
+SWD_INLINE UpdateSums update_each(W weights, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* ema_param, const T* grad,
+                                  int64_t n, const Scalars<T>& scalars) {
+  const auto update = [&](auto all_weights) SWD_INLINE_LAMBDA {
+    return by_kind(scalars, [&](auto decay, auto from_grad) SWD_INLINE_LAMBDA {
+      return update_vectors<AMSGRAD, decltype(decay)::value, decltype(from_grad)::value>(
+          all_weights, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+    });
+  };
+  return ema_param ? update(Averaged<T, W>{weights, ema_param, scalars.ema_weight}) : update(weights);
 }
 
 // The update itself, with its other results thrown away, exp_avg among them. Its decay is the schedule's, so there is
@@ -278,38 +298,43 @@ SWD_INLINE double next_max_each(const T* exp_avg_sq, const T* max_exp_avg_sq, co
   SWD_CLONES void load(T* block, const S* src, int64_t n) { load_each(block, src, n); } \
   SWD_CLONES void store(S* dst, const T* block, int64_t n) { store_each(dst, block, n); }
 
-#define SWD_BLOCKS(T)                                                                                               \
-  SWD_STORAGE(T, float)                                                                                             \
-  SWD_STORAGE(T, double)                                                                                            \
-  SWD_STORAGE(T, BFloat16Bits)                                                                                      \
-  SWD_STORAGE(T, Float16Bits)                                                                                       \
-  SWD_CLONES void join_masters(T* block, const uint16_t* params, const uint16_t* remainders, int64_t n) {           \
-    join_each(block, params, remainders, n);                                                                        \
-  }                                                                                                                 \
-  SWD_CLONES void split_masters(uint16_t* params, uint16_t* remainders, const T* block, int64_t n) {                \
-    split_each(params, remainders, block, n);                                                                       \
-  }                                                                                                                 \
-  SWD_CLONES double sum(const T* values, int64_t n) { return sum_each(values, n); }                                 \
-  SWD_CLONES double sum_of_squares(const T* values, int64_t n) { return strip_sum_of_squares(values, n); }          \
-  SWD_CLONES UpdateSums update_block(T* param, T* exp_avg, T* exp_avg_sq, const T* grad, int64_t n,                 \
-                                     const Scalars<T>& scalars) {                                                   \
-    return update_each<false, T>(Weights<T>{param}, exp_avg, exp_avg_sq, nullptr, grad, n, scalars);                \
-  }                                                                                                                 \
-  SWD_CLONES UpdateSums update_block_amsgrad(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, const T* grad, \
-                                             int64_t n, const Scalars<T>& scalars) {                                \
-    return update_each<true, T>(Weights<T>{param}, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);          \
-  }                                                                                                                 \
-  SWD_CLONES double sum_of_next_max(const T* exp_avg_sq, const T* max_exp_avg_sq, const T* grad, int64_t n,         \
-                                    const Scalars<T>& scalars) {                                                    \
-    return next_max_each(exp_avg_sq, max_exp_avg_sq, grad, n, scalars);                                             \
+#define SWD_BLOCKS(T)                                                                                                 \
+  SWD_STORAGE(T, float)                                                                                               \
+  SWD_STORAGE(T, double)                                                                                              \
+  SWD_STORAGE(T, BFloat16Bits)                                                                                        \
+  SWD_STORAGE(T, Float16Bits)                                                                                         \
+  SWD_CLONES void join_masters(T* block, const uint16_t* params, const uint16_t* remainders, int64_t n) {             \
+    join_each(block, params, remainders, n);                                                                          \
+  }                                                                                                                   \
+  SWD_CLONES void split_masters(uint16_t* params, uint16_t* remainders, const T* block, int64_t n) {                  \
+    split_each(params, remainders, block, n);                                                                         \
+  }                                                                                                                   \
+  SWD_CLONES double sum(const T* values, int64_t n) { return sum_each(values, n); }                                   \
+  SWD_CLONES double sum_of_squares(const T* values, int64_t n) { return strip_sum_of_squares(values, n); }            \
+  SWD_CLONES UpdateSums update_block(T* param, T* exp_avg, T* exp_avg_sq, T* ema_param, const T* grad, int64_t n,     \
+                                     const Scalars<T>& scalars) {                                                     \
+    return update_each<false, T>(Weights<T>{param}, exp_avg, exp_avg_sq, nullptr, ema_param, grad, n, scalars);       \
+  }                                                                                                                   \
+  SWD_CLONES UpdateSums update_block_amsgrad(T* param, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* ema_param,    \
+                                             const T* grad, int64_t n, const Scalars<T>& scalars) {                   \
+    return update_each<true, T>(Weights<T>{param}, exp_avg, exp_avg_sq, max_exp_avg_sq, ema_param, grad, n, scalars); \
+  }                                                                                                                   \
+  SWD_CLONES double sum_of_next_max(const T* exp_avg_sq, const T* max_exp_avg_sq, const T* grad, int64_t n,           \
+                                    const Scalars<T>& scalars) {                                                      \
+    return next_max_each(exp_avg_sq, max_exp_avg_sq, grad, n, scalars);                                               \
   }
 
 SWD_BLOCKS(float)
 SWD_BLOCKS(double)
 
 SWD_CLONES UpdateSums update_masters(uint16_t* params, uint16_t* remainders, float* exp_avg, float* exp_avg_sq,
-                                     const float* grad, int64_t n, const Scalars<float>& scalars) {
-  return update_each<false, float>(Masters{params, remainders}, exp_avg, exp_avg_sq, nullptr, grad, n, scalars);
+                                     float* ema_param, const float* grad, int64_t n, const Scalars<float>& scalars) {
+  const Masters masters{params, remainders};
+  return update_each<false, float>(masters, exp_avg, exp_avg_sq, nullptr, ema_param, grad, n, scalars);
+}
+
+SWD_CLONES void update_averages(float* ema_param, const float* weights, int64_t n, const Scalars<float>& scalars) {
+  for (int64_t i = 0; i < n; ++i) ema_param[i] = next_average(ema_param[i], weights[i], scalars.ema_weight);
 }
 
 SWD_CLONES double checked_sum_of_squares(double sum, const float* values, int64_t n) {

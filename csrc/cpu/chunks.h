@@ -75,13 +75,13 @@ void write_weight(const Operands& x, const T* weight, int64_t begin, int64_t n, 
   write_param(x, weight, begin, n, key);
 }
 
-// Updates one block, whose moments and gradient are arrays.
+// Updates one block, whose moments, averages and gradient are arrays.
 template <typename T>
 UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t i,
-                          int64_t n, T* exp_avg, T* exp_avg_sq, const T* grad) {
+                          int64_t n, T* exp_avg, T* exp_avg_sq, T* ema_param, const T* grad) {
   if constexpr (std::is_same_v<T, float>) {
     if (!amsgrad && x.master && x.master->is_remainder()) {
-      return update_masters(x.param.bits(i), x.master->bits(i), exp_avg, exp_avg_sq, grad, n, scalars);
+      return update_masters(x.param.bits(i), x.master->bits(i), exp_avg, exp_avg_sq, ema_param, grad, n, scalars);
     }
   }
   T scratch[2][BLOCK];
@@ -89,10 +89,10 @@ UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& sca
   T* param = read_weight(x, scratch[0], i, n);
   if (amsgrad) {
     T* max_exp_avg_sq = x.averaged.read(scratch[1], i, n);
-    sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, n, scalars);
+    sums = update_block_amsgrad(param, exp_avg, exp_avg_sq, max_exp_avg_sq, ema_param, grad, n, scalars);
     x.averaged.write(max_exp_avg_sq, i, n);
   } else {
-    sums = update_block(param, exp_avg, exp_avg_sq, grad, n, scalars);
+    sums = update_block(param, exp_avg, exp_avg_sq, ema_param, grad, n, scalars);
   }
   write_weight(x, param, i, n, key);
   return sums;
@@ -101,14 +101,16 @@ UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& sca
 template <typename T>
 UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
                         int64_t end) {
-  T scratch[3][BLOCK];
+  T scratch[4][BLOCK];
   return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
     T* exp_avg = x.exp_avg.read(scratch[0], i, n);
     T* exp_avg_sq = x.exp_avg_sq.read(scratch[1], i, n);
     const T* grad = x.grad.read(scratch[2], i, n);
-    UpdateSums sums = update_weights(x, amsgrad, scalars, key, i, n, exp_avg, exp_avg_sq, grad);
+    T* ema_param = x.ema_param ? x.ema_param->read(scratch[3], i, n) : nullptr;
+    UpdateSums sums = update_weights(x, amsgrad, scalars, key, i, n, exp_avg, exp_avg_sq, ema_param, grad);
     x.exp_avg.write(exp_avg, i, n);
     x.exp_avg_sq.write(exp_avg_sq, i, n);
+    if (ema_param) x.ema_param->write(ema_param, i, n);
     // The sum is that of what is stored, or it would drift from it.
     if (!x.averaged.is<T>()) sums.averaged = sum(x.averaged.read(scratch[0], i, n), n);
     return sums;
@@ -181,7 +183,7 @@ inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>
 // `key` rounds moments, and `param_key` bfloat16 parameters.
 inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
                                      RoundingKey param_key, int64_t begin, int64_t end) {
-  float scratch[3][BLOCK];
+  float scratch[4][BLOCK];
   const auto update = [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     float* param = read_weight(x, scratch[0], i, n);
     const float* grad = x.grad.read(scratch[1], i, n);
@@ -189,6 +191,11 @@ inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scal
     const CodedBlocks moments = blocks_at(*x.coded, i, block);
     const UpdateSums sums = update_coded(param, moments, max_exp_avg_sq, grad, n, cursor, scalars, key);
     if (amsgrad) x.averaged.write(max_exp_avg_sq, i, n);
+    if (x.ema_param) {
+      float* ema_param = x.ema_param->read(scratch[3], i, n);
+      update_averages(ema_param, param, n, scalars);
+      x.ema_param->write(ema_param, i, n);
+    }
     write_weight(x, param, i, n, param_key);
     return sums;
   };

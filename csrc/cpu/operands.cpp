@@ -81,15 +81,16 @@ void check_length(const TensorList& list, size_t tensors, const char* name) {
 }  // namespace
 
 Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-                   TensorList masters, TensorList exp_avg_scales, TensorList exp_avg_sq_scales, TensorList grads,
-                   Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
+                   TensorList masters, TensorList ema_params, TensorList exp_avg_scales, TensorList exp_avg_sq_scales,
+                   TensorList grads, Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
                    std::optional<Tensor> block_numbers) {
   const size_t tensors = params.size();
-  const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty();
+  const bool amsgrad = !max_exp_avg_sqs.empty(), has_masters = !masters.empty(), has_averages = !ema_params.empty();
   check_length(exp_avgs, tensors, "exp_avgs");
   check_length(exp_avg_sqs, tensors, "exp_avg_sqs");
   if (amsgrad) check_length(max_exp_avg_sqs, tensors, "max_exp_avg_sqs");
   if (has_masters) check_length(masters, tensors, "masters");
+  if (has_averages) check_length(ema_params, tensors, "ema_params");
   check_length(grads, tensors, "grads");
   const int64_t* next_blocks = nullptr;
   if (block_numbers) {
@@ -101,12 +102,15 @@ Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sq
   writer.number(static_cast<int64_t>(tensors));
   writer.number(amsgrad);
   writer.number(has_masters);
+  writer.number(has_averages);
   writer.number(block_numbers.has_value());
   writer.number(numbers.has_value());
   writer.addresses(grads);
   writer.list(values<int64_t>(groups, ScalarType::Long, tensors, "groups"), tensors);
   writer.list(values<int64_t>(tensor_ids, ScalarType::Long, tensors, "tensor_ids"), tensors);
-  for (const TensorList& kept : {params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters}) writer.addresses(kept);
+  for (const TensorList& kept : {params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, ema_params}) {
+    writer.addresses(kept);
+  }
   if (block_numbers) {
     writer.addresses(exp_avg_scales);
     writer.addresses(exp_avg_sq_scales);
@@ -149,6 +153,7 @@ Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sq
                       "swd_fused: a remainder belongs to a bfloat16 parameter");
       write(master, "master", is_remainder);
     }
+    if (has_averages) write(View(ema_params[t]), "ema_param");
     write(View(grads[t]), "grad");
     if (numbers) {
       writer.number(*next_numbers++);
@@ -167,13 +172,14 @@ OperandsReader::OperandsReader(const Tensor& description) {
   size_ = static_cast<size_t>(header[1]);
   amsgrad_ = header[2];
   masters_ = header[3];
-  coded_ = header[4];
-  numbered_ = header[5];
+  averages_ = header[4];
+  coded_ = header[5];
+  numbered_ = header[6];
   grad_addresses_ = header + HEADER;
   groups_ = grad_addresses_ + size_;
   tensor_ids_ = groups_ + size_;
   addresses_ = tensor_ids_ + size_;
-  layouts_ = addresses_ + (3 + amsgrad_ + masters_ + 2 * coded_) * size_;
+  layouts_ = addresses_ + (3 + amsgrad_ + masters_ + averages_ + 2 * coded_) * size_;
 }
 
 Operands OperandsReader::next() {
@@ -192,6 +198,7 @@ Operands OperandsReader::next() {
   x.exp_avg_sq = read();
   x.averaged = amsgrad_ ? read() : x.exp_avg_sq;
   if (masters_) x.master = read();
+  if (averages_) x.ema_param = read();
   if (x.coded) {
     const auto scales = [&] { return reinterpret_cast<float*>(addresses_[list++ * size_ + tensor]); };
     x.coded->blocks.exp_avg = reinterpret_cast<int8_t*>(x.exp_avg.data());
@@ -207,8 +214,8 @@ Operands OperandsReader::next() {
   }
   x.needs_staging = false;
   x.elements_at_once = 1;
-  for (const Operand* part :
-       {&x.param, &x.exp_avg, &x.exp_avg_sq, &x.averaged, &x.grad, x.master ? &*x.master : &x.grad}) {
+  for (const Operand* part : {&x.param, &x.exp_avg, &x.exp_avg_sq, &x.averaged, &x.grad,
+                              x.master ? &*x.master : &x.grad, x.ema_param ? &*x.ema_param : &x.grad}) {
     if (part->is_array()) continue;
     x.needs_staging = true;
     x.elements_at_once = std::max(x.elements_at_once, elements_at_once(part->positions(), part->item_size()));

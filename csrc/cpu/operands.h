@@ -32,6 +32,7 @@ struct Operands {
   bool in_double;  // what computes
   Operand param, exp_avg, exp_avg_sq, averaged, grad;
   std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded; or its remainder
+  std::optional<Operand> ema_param;
   std::optional<ElementNumbers> numbers;
   std::optional<CodedMoments> coded;  // in place of exp_avg and exp_avg_sq
   bool needs_staging;                 // whether some of it is not an array
@@ -46,20 +47,21 @@ struct Operands {
 
 // Checks that all tensors fit their parameters, and returns where each is, and how it lies in memory. `max_exp_avg_sqs`
 // is empty without amsgrad, `masters` without master weights, of which `params` are else the rounded copies; where
-// those are bfloat16, they may be remainders (int16, see masters.h). Where a tensor's moments are codes it has scales,
-// which are else empty; without any codes so are the lists of scales. By tensor, all int64: `groups` are rows of the
-// table of hyper-parameters; `tensor_ids` tell tensors apart where rounding is stochastic; `numbers`, which that needs
-// too, are the numbers of its elements, that of the first one and by how much it grows along each dimension;
-// `block_numbers`, which codes need, are the number of its first block, and by how much it grows from row to row.
+// those are bfloat16, they may be remainders (int16, see masters.h). `ema_params` is empty without averages. Where a
+// tensor's moments are codes it has scales, which are else empty; without any codes so are the lists of scales. By
+// tensor, all int64: `groups` are rows of the table of hyper-parameters; `tensor_ids` tell tensors apart where rounding
+// is stochastic; `numbers`, which that needs too, are the numbers of its elements, that of the first one and by how
+// much it grows along each dimension; `block_numbers`, which codes need, are the number of its first block, and by how
+// much it grows from row to row.
 //
 // The result begins with HEADER numbers; then come, one for each tensor, the gradients' addresses, which are what
 // changes from step to step, and may be overwritten there.
 Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-                   TensorList masters, TensorList exp_avg_scales, TensorList exp_avg_sq_scales, TensorList grads,
-                   Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
+                   TensorList masters, TensorList ema_params, TensorList exp_avg_scales, TensorList exp_avg_sq_scales,
+                   TensorList grads, Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
                    std::optional<Tensor> block_numbers);
 
-constexpr size_t HEADER = 6;
+constexpr size_t HEADER = 7;
 
 // Reads that.
 class OperandsReader {
@@ -79,7 +81,7 @@ class OperandsReader {
   Positions positions();
 
   size_t size_, next_ = 0;
-  bool amsgrad_, masters_, coded_, numbered_;
+  bool amsgrad_, masters_, averages_, coded_, numbered_;
   const int64_t *grad_addresses_, *groups_, *tensor_ids_, *addresses_;  // the last list by list
   const int64_t* layouts_;
 };

@@ -9,8 +9,8 @@
 STABLE_TORCH_LIBRARY(swd_fused, m) {
   m.def(
       "description(Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] "
-      "masters, Tensor[] exp_avg_scales, Tensor[] exp_avg_sq_scales, Tensor[] grads, Tensor groups, Tensor tensor_ids, "
-      "Tensor? numbers, Tensor? block_numbers) -> Tensor");
+      "masters, Tensor[] ema_params, Tensor[] exp_avg_scales, Tensor[] exp_avg_sq_scales, Tensor[] grads, Tensor "
+      "groups, Tensor tensor_ids, Tensor? numbers, Tensor? block_numbers) -> Tensor");
   m.def("gradient_sums(Tensor description, Tensor sums, Tensor steps, Tensor hyper) -> Tensor");
   m.def("max_exp_avg_sq_sum(Tensor description, Tensor steps, Tensor hyper, Tensor? grad_factor) -> Tensor");
   m.def("last_exp_avg_sq_sum(Tensor description, Tensor sums, Tensor steps, Tensor hyper) -> Tensor");

@@ -9,7 +9,8 @@ namespace {
 
 // What of a parameter may have to be copied; the gradient is only read.
 constexpr std::array WRITTEN = {&Operands::param, &Operands::exp_avg, &Operands::exp_avg_sq, &Operands::averaged};
-constexpr size_t MASTER = WRITTEN.size(), GRAD = MASTER + 1, PLACES = GRAD + 1;
+constexpr std::array WRITTEN_IF_THERE = {&Operands::master, &Operands::ema_param};
+constexpr size_t GRAD = WRITTEN.size() + WRITTEN_IF_THERE.size(), PLACES = GRAD + 1;
 
 // Kept by each thread: in each step anew, its pages would be too.
 char* room(size_t place, int64_t bytes) {
@@ -44,14 +45,19 @@ Staged::Staged(const Operands& x, int64_t begin, int64_t end)
   }
   // Without amsgrad they are the same tensor.
   if (x.averaged.data() == x.exp_avg_sq.data()) staged_.averaged = staged_.exp_avg_sq;
-  if (x.master) staged_.master = staged(*x.master, MASTER, begin, end);
+  for (size_t i = 0; i < WRITTEN_IF_THERE.size(); ++i) {
+    const auto& operand = x.*WRITTEN_IF_THERE[i];
+    if (operand) staged_.*WRITTEN_IF_THERE[i] = staged(*operand, WRITTEN.size() + i, begin, end);
+  }
   staged_.grad = staged(x.grad, GRAD, begin, end);
 }
 
 void Staged::write_back() const {
   if (!is_staged_) return;
   for (const auto operand : WRITTEN) swd::write_back(original_.*operand, staged_.*operand, begin_, end_);
-  if (original_.master) swd::write_back(*original_.master, *staged_.master, begin_, end_);
+  for (const auto operand : WRITTEN_IF_THERE) {
+    if (original_.*operand) swd::write_back(*(original_.*operand), *(staged_.*operand), begin_, end_);
+  }
 }
 
 StagedOperand::StagedOperand(const Operand& original, int64_t begin, int64_t end)

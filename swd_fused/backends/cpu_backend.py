@@ -17,7 +17,7 @@ from swd_fused.state.eight_bit import BLOCK, BlockNumbers, rows_and_columns
 
 ops = torch.ops.swd_fused
 HUGE_PAGE = 2 << 20  # bytes
-HEADER = 6  # numbers of a description before the gradients' addresses
+HEADER = 7  # numbers of a description before the gradients' addresses
 STEP, UPDATE = ops.step_.default, ops.update_.default
 
 

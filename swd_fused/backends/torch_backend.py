@@ -10,6 +10,7 @@
     p  = p - lr / (sqrt(v^) + eps) m^              param, in `update_`
            - lr / (sqrt(v_) + eps) lambda p        decay_factor, by which p is multiplied;
                                                    if cautious, where the update has the sign of p
+    e  = e + (1 - d) (p - e)                       ema_param, if asked for; not in the paper
 
 The mean must be known before the first tensor is written. For it `pass1` does not compute v, except for amsgrad: the
 sum of v over a tensor is b2 times the sum that `pass2` of the step before has left, plus (1 - b2) times that of g^2.
@@ -103,9 +104,11 @@ class TorchBackend:
         root = hyper.bias_correction("beta2", bucket.groups, bucket.steps).sqrt()
         step_sizes = -(hyper.column("lr")[bucket.groups] * root / bias_correction1)
         epss = hyper.column("eps")[bucket.groups] * root
+        ema_weights = hyper.ema_weights(bucket.groups, bucket.steps) if bucket.state.ema_params else epss
         for index, grad in present_grads(bucket):
             group = bucket.group_indices[index]
-            scalars = Scalars(hyper.rows[group], decay_factors[group], step_sizes[index], epss[index])
+            row, factor = hyper.rows[group], decay_factors[group]
+            scalars = Scalars(row, factor, step_sizes[index], epss[index], ema_weights[index])
             sums[index] = 0.0
             for piece in pieces_of(bucket, index):
                 operands = piece.operands()
@@ -135,6 +138,7 @@ class Operands(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     maximum: Tensor | None  # with amsgrad
+    average: Tensor | None  # of the parameter or its master, if asked for
 
 
 class Scalars(NamedTuple):
@@ -144,12 +148,13 @@ class Scalars(NamedTuple):
     decay_factor: Tensor
     step_size: Tensor
     eps: Tensor
+    ema_weight: Tensor
 
 
 def update_(tensors: Operands, grad: Tensor, scalars: Scalars) -> None:
     """Updates one tensor, or a piece of it, in place."""
-    param, exp_avg, exp_avg_sq, maximum = tensors
-    row, decay_factor, step_size, eps = scalars
+    param, exp_avg, exp_avg_sq, maximum, average = tensors
+    row, decay_factor, step_size, eps, ema_weight = scalars
     if row.l2:
         grad = grad.add(param, alpha=row.l2)
     grad = grad.to(exp_avg_sq.dtype)
@@ -160,6 +165,8 @@ def update_(tensors: Operands, grad: Tensor, scalars: Scalars) -> None:
     denom = (exp_avg_sq if maximum is None else maximum).sqrt().add_(eps)
     param.mul_(cautious_factor(decay_factor, param, exp_avg) if row.cautious else decay_factor)
     param.addcmul_(exp_avg / denom, step_size)
+    if average is not None:
+        average.addcmul_(param - average, ema_weight)
 
 
 def advance_exp_avg_sq_(exp_avg_sq: Tensor, grad: Tensor, row: HyperRow) -> None:
@@ -210,6 +217,7 @@ class Piece:
         self._master = cut.of(state.masters[index]) if state.masters else None
         self._exp_avg, self._exp_avg_sq = cut.of(state.exp_avgs[index]), cut.of(state.exp_avg_sqs[index])
         self._maximum = cut.of(state.max_exp_avg_sqs[index]) if bucket.amsgrad else None
+        self._average = cut.of(state.ema_params[index]) if state.ema_params else None
         self._scales: list[Tensor] = []  # of both moments, where these are 8-bit codes
         if index in bucket.block_numbers:
             rows = cut if self._param.dim() > 1 else Cut(0, cut.begin // BLOCK, blocks_of_row(cut.length))
@@ -240,7 +248,8 @@ class Piece:
         if weight.dtype == torch.int16:
             weight = joined(self._param, weight)
         maximum = None if self._maximum is None else self._maximum.to(dtype)
-        return Operands(weight.to(dtype), self.exp_avg().to(dtype), exp_avg_sq, maximum)
+        average = None if self._average is None else self._average.to(dtype)
+        return Operands(weight.to(dtype), self.exp_avg().to(dtype), exp_avg_sq, maximum, average)
 
     def store(self, operands: Operands, rounding_key: Tensor) -> None:
         """Rounds what was computed to how it is kept, once."""
@@ -251,6 +260,8 @@ class Piece:
             keep(self._exp_avg_sq, operands.exp_avg_sq)
         if self._maximum is not None and operands.maximum is not None:
             keep(self._maximum, operands.maximum)
+        if self._average is not None and operands.average is not None:
+            keep(self._average, operands.average)
         weight = operands.param
         if self._master is not None:
             if self._master.dtype == torch.int16:

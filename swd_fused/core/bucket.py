@@ -41,7 +41,7 @@ class BucketKey(NamedTuple):
     backend: Backend
     device: torch.device
     amsgrad: bool
-    has_master: bool
+    unused: frozenset[str]  # columns of the state
     sharding: Sharding
 
 
@@ -66,7 +66,7 @@ class Bucket:
     written: list[Tensor]  # parameters whose writes torch counts
 
     def __init__(self, key: BucketKey, entries: list[Entry], options: Options) -> None:
-        self.backend, self.device, self.amsgrad, _, self.sharding = key
+        self.backend, self.device, self.amsgrad, unused, self.sharding = key
         self.options = options
         self.numbers = [entry.number for entry in entries]
         self.group_indices = [entry.group for entry in entries]
@@ -75,7 +75,7 @@ class Bucket:
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
         self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # then no memory has an address
-        self.state = columns_of([entry.staged for entry in entries], self.amsgrad)
+        self.state = columns_of([entry.staged for entry in entries], unused)
         self.coded = [index for index, entry in enumerate(entries) if CODES["exp_avg_sq"] in entry.staged]
         self.follows_params = any(master.dtype == torch.float32 for master in self.state.masters)
         self._numels = [param.numel() for param in self.params]

@@ -28,9 +28,10 @@ from swd_fused.distributed.sharding import (
     local_tensor,
 )
 from swd_fused.options import Options
+from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.load import Initializer
 from swd_fused.state.moments import has_moments
-from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real
+from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real, unused_columns
 
 State = dict[Tensor, dict[str, Any]]
 Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a parameter
@@ -329,6 +330,7 @@ class Snapshot:
         self, groups: Groups, state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
     ) -> tuple[list[Entry], Mapping[BucketKey, list[int]]]:
         """Returns each parameter that has state, or is going to have it, and which of them make a bucket."""
+        refuse_exchanged(state, "a step")
         check_params(self._params, "all groups")
         check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
         kinds: dict[tuple[object, ...], tuple[Initializer, BucketKey]] = {}
@@ -353,8 +355,8 @@ class Snapshot:
     def _new_kind(self, param: Tensor, group: Group) -> tuple[Initializer, BucketKey]:
         """Returns what parameters of this group, dtype, device and type have in common."""
         backend = self._choose(param, self.options)
-        has_master = self.options.master_key(param.dtype) is not None
-        key = BucketKey(backend, param.device, group["amsgrad"], has_master, ())
+        unused = unused_columns(group, self.options, param.dtype)
+        key = BucketKey(backend, param.device, group["amsgrad"], unused, ())
         return Initializer(param, self.options, group, backend), key
 
     def _new_buckets(self, members: Mapping[BucketKey, list[int]]) -> list[Bucket]:

@@ -64,6 +64,8 @@ class HyperRow(NamedTuple):
     l2: float  # Adam's
     corrects_bias: float  # 1 or 0
     cautious: float  # 1 or 0: whether only weights decay that the update brings nearer to zero
+    ema_decay: float  # of the averages of weights; 1, which would leave them as they are, where there are none
+    ema_warmup: float  # 1 or 0
 
 
 BOTH_LRS = 2  # they come first
@@ -80,6 +82,8 @@ def hyper_row(group: Mapping[str, Any], decay: Decay) -> HyperRow:
         eps=group["eps"],
         sign=-1.0 if group["maximize"] else 1.0,
         corrects_bias=float(group["bias_correction"]),
+        ema_decay=1.0 if group["ema_decay"] is None else group["ema_decay"],
+        ema_warmup=float(group["ema_warmup"]),
         **decay.columns(group, lr),
     )
 
@@ -92,6 +96,7 @@ class GroupKind(NamedTuple):
     state_dtype: object
     cautious_decay: bool
     process_group: object
+    has_averages: bool
 
 
 class Hyper:
@@ -129,6 +134,12 @@ class Hyper:
     def bias_correction(self, beta: str, groups: Tensor, steps: Tensor) -> Tensor:
         """Returns 1 - beta^steps by tensor, given the group of each; or 1 where bias is not corrected."""
         return 1 - self.column("corrects_bias")[groups] * self.column(beta)[groups] ** steps
+
+    def ema_weights(self, groups: Tensor, steps: Tensor) -> Tensor:
+        """Returns by tensor the weight of the new parameter in its average, given the group of each."""
+        ema_decay, warms_up = self.column("ema_decay")[groups], self.column("ema_warmup")[groups] != 0
+        steps = steps.to(ema_decay.dtype)
+        return 1 - torch.where(warms_up, torch.minimum(ema_decay, (1 + steps) / (10 + steps)), ema_decay)
 
     def set_lr(self, index: int, lr: Tensor, decay_lr: Tensor | None = None) -> None:
         """Copies a group's learning rate on the device: schedulers change it in place. Mostly decays use the same."""
@@ -182,6 +193,7 @@ class GroupValues:
                     group["state_dtype"],
                     group["cautious_decay"],
                     ShardedOver.checked(group.get("process_group")),
+                    group["ema_decay"] is not None,
                 )
             )
             lr, betas = group["lr"], group["betas"]

@@ -71,6 +71,11 @@ class GradientRelease:
         """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
         return self._is_removed and self._begun is None
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a backward pass has begun a step that `optimizer.step()` must end."""
+        return self._begun is not None
+
     def remove(self) -> None:
         """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
         for hook in self._hooks.values():

@@ -20,10 +20,11 @@ from swd_fused.devices.transfer import is_fake
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
 from swd_fused.state import moments
+from swd_fused.state.averages import AVERAGE, average_dtype, convert_average
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
-from swd_fused.state.operands import KEYS, StateColumns
+from swd_fused.state.operands import KEYS, SCALE_COLUMNS, STORED, StateColumns
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_w
 # What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
 OWN_KEYS = ("params", "state_dtype", "decay")
 
+# And these, if the saved group had no averages: then a resumed run may begin to average.
+AVERAGING = ("ema_decay", "ema_warmup")
+
 
 class Initializer:
     """Gives parameters of one group, dtype, device and type the state that a step needs.
@@ -48,9 +52,9 @@ class Initializer:
     def __init__(self, param: Tensor, options: Options, group: Mapping[str, Any], backend: Backend) -> None:
         self._backend = backend
         self._options, self._group = options, group
-        is_stored_otherwise = options.master_key(param.dtype) is not None or group["state_dtype"] == "8bit"
-        self._dtypes: list[torch.dtype] = []  # of both moments, where they are plain tensors
-        if type(param) in PLAIN_TYPES and not (is_stored_otherwise or group["amsgrad"] or param.is_complex()):
+        has_more = group["amsgrad"] or group["ema_decay"] is not None or options.master_key(param.dtype) is not None
+        self._dtypes: list[torch.dtype] = []  # of both moments, where they are plain tensors, and all there is
+        if type(param) in PLAIN_TYPES and not (has_more or group["state_dtype"] == "8bit" or param.is_complex()):
             self._dtypes = [stored_dtype(key, param.dtype, param.dtype, group["state_dtype"]) for key in CODED]
         self._no_steps = torch.zeros((), dtype=torch.float32, device=param.device)  # buckets copy it
 
@@ -90,12 +94,13 @@ def initialized(
         state["max_exp_avg_sq"] = _as_maxima(param, state, backend)
     convert_moments(state, param, group["state_dtype"], backend)
     convert_master(state, param, options, backend)
+    convert_average(state, param, group["ema_decay"], backend)
     return state
 
 
 def _check_entries(state: dict[str, Any], param: Tensor) -> None:
     """Refuses what a user has put into the state, unless a step can go on from it, and makes step counts tensors."""
-    for key in (*moments.KEYS, MASTER, REMAINDER):
+    for key in STORED:
         if key in state and not isinstance(state[key], Tensor):
             raise RuntimeError(
                 f"FusedAdamS has {key} of type {type(state[key]).__name__}, wanted a tensor, for a parameter of shape "
@@ -140,7 +145,7 @@ def check_stored(params: Sequence[Tensor], columns: StateColumns, coded: Sequenc
     parameters whose moments are 8-bit codes."""
     shapes, devices = list(map(SHAPE, params)), list(map(DEVICE, params))
     for name, column in columns._asdict().items():
-        if name in SCALES_OF_COLUMNS:
+        if name in SCALE_COLUMNS:
             for index in coded:
                 _check_stored(params[index], column[index], scales_shape(params[index].shape))
         elif column and (list(map(SHAPE, column)) != shapes or list(map(DEVICE, column)) != devices):
@@ -157,7 +162,6 @@ def check_stored(params: Sequence[Tensor], columns: StateColumns, coded: Sequenc
                 )
 
 
-SCALES_OF_COLUMNS = [name for name, keys in KEYS.items() if keys[0] in SCALES.values()]
 CODED_COLUMNS = {name: STORED_DTYPES[keys[-1]] for name, keys in KEYS.items() if keys[-1] in STORED_DTYPES}
 
 
@@ -247,7 +251,7 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
         raise ValueError(
             f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. {advice}"
         )
-    shapes = {name: tuple(param.shape) for name in (MASTER, REMAINDER) if name in state}
+    shapes = {name: tuple(param.shape) for name in (MASTER, REMAINDER, AVERAGE) if name in state}
     for moment in MOMENTS:
         shapes.update(tensors_of(moment, tuple(param.shape), state))
     for name, shape in shapes.items():
@@ -288,7 +292,8 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns a group with its own parameters and the saved hyper-parameters."""
-    taken = {key: value for key, value in saved.items() if key not in (*OWN_KEYS, *FOREIGN_KEYS)}
+    left = (*OWN_KEYS, *FOREIGN_KEYS, *(AVERAGING if saved.get("ema_decay") is None else ()))
+    taken = {key: value for key, value in saved.items() if key not in left}
     kept, warning = kept_decay(own, saved, options.decay)
     group = {**own, **deepcopy(taken), **kept}
     if isinstance(group["betas"], list):  # as JSON and YAML have it
@@ -311,14 +316,14 @@ def loaded_state(
     for key, value in saved.items():
         if key == "step":
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=param.device).detach().reshape(()).clone()
-        elif key in moments.KEYS or (key in (MASTER, REMAINDER) and options.master_key(param.dtype) is not None):
-            dtype = torch.float32 if key == MASTER else value.dtype
+        elif key in STORED and (key not in KEYS["masters"] or options.master_key(param.dtype) is not None):
+            dtype = {MASTER: torch.float32, AVERAGE: average_dtype(param.dtype)}.get(key, value.dtype)
             if key in MOMENTS:
                 dtype = stored_dtype(key, dtype, param.dtype, group["state_dtype"])
             local = redistributed_like(param, value)
-            shape = None if key in (*MOMENTS, MASTER, REMAINDER) else tuple(value.shape)
+            shape = tuple(value.shape) if key in STORED_DTYPES else None
             state[key] = sharded_like(param, backend.new_moment(local, dtype, param.device).copy_(local), shape)
-        elif key not in (MASTER, REMAINDER):
+        elif key not in STORED:
             state[key] = deepcopy(value)
     if moments.has_moments(state):
         convert_moments(state, param, group["state_dtype"], backend)

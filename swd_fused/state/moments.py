@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 CODED = ("exp_avg", "exp_avg_sq")  # those that may be: rounding up at random would make maxima grow
 
-# All that a state may hold of them.
-KEYS = (*MOMENTS, *CODES.values(), *SCALES.values())
-
 
 def stored_dtype(key: str, dtype: torch.dtype, param_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
     """Returns the dtype for a moment that exists in `dtype`: never narrower than that, except on request.

@@ -1,12 +1,12 @@
 """The state's tensors as kernels take them: a column for each operand, in whichever form a state holds it.
 
-This list is the only one. csrc/cpu/operands.h and backends/triton/kernels/tables.py have the same names, and a test
-compares them.
+This list is the only one: loading and the addresses that Triton's kernels read follow from it. The C++ operators take
+the same lists in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor
-from swd_fused.options import MASTER, REMAINDER
+from swd_fused.options import MASTER, REMAINDER, Options
+from swd_fused.state.averages import AVERAGE
 from swd_fused.state.eight_bit import CODES, SCALES
 
 
@@ -29,6 +30,7 @@ class StateColumns(NamedTuple):
     exp_avg_sqs: list[Tensor]  # likewise
     max_exp_avg_sqs: list[Tensor]
     masters: list[Tensor]  # or their remainders
+    ema_params: list[Tensor]
     exp_avg_scales: list[Tensor]  # of codes
     exp_avg_sq_scales: list[Tensor]
 
@@ -39,24 +41,36 @@ KEYS: dict[str, tuple[str, ...]] = {
     "exp_avg_sqs": ("exp_avg_sq", CODES["exp_avg_sq"]),
     "max_exp_avg_sqs": ("max_exp_avg_sq",),
     "masters": (MASTER, REMAINDER),
+    "ema_params": (AVERAGE,),
     "exp_avg_scales": (SCALES["exp_avg"],),
     "exp_avg_sq_scales": (SCALES["exp_avg_sq"],),
 }
+
+# The columns whose tensors do not have a parameter's shape, and those whose do.
+SCALE_COLUMNS = [name for name, keys in KEYS.items() if keys[0] in SCALES.values()]
+PARAM_COLUMNS = [name for name in KEYS if name not in SCALE_COLUMNS]
 
 STORED = [key for keys in KEYS.values() for key in keys]
 SECOND_MOMENTS = [*KEYS["exp_avg_sqs"], *KEYS["exp_avg_sq_scales"], *KEYS["max_exp_avg_sqs"]]
 
 
-def columns_of(states: Sequence[dict[str, Any]], amsgrad: bool) -> StateColumns:
-    """Returns the columns of some parameters' state: local parts, and complex tensors as pairs of real numbers.
+def unused_columns(group: Mapping[str, Any], options: Options, param_dtype: torch.dtype) -> frozenset[str]:
+    """Returns the columns that a step leaves alone in a group, though its state may have them from earlier steps."""
+    is_used = {
+        "max_exp_avg_sqs": group["amsgrad"],
+        "masters": options.master_key(param_dtype) is not None,
+        "ema_params": group["ema_decay"] is not None,
+    }
+    return frozenset(name for name in is_used if not is_used[name])
 
-    Maxima that a group does not use any more are left alone.
-    """
+
+def columns_of(states: Sequence[dict[str, Any]], unused: Collection[str]) -> StateColumns:
+    """Returns the columns of some parameters' state: local parts, and complex tensors as pairs of real numbers."""
     held = set().union(*states)
     lists: dict[str, list[Tensor]] = {name: [] for name in KEYS}
     for name, keys in KEYS.items():
         keys = tuple(key for key in keys if key in held)
-        if keys and (amsgrad or name != "max_exp_avg_sqs"):
+        if keys and name not in unused:
             lists[name] = _column(keys, states)
     return StateColumns(**lists)
 

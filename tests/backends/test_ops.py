@@ -25,8 +25,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def hyper(decay: float = 5e-4) -> torch.Tensor:
     """Two groups."""
     rows = [
-        HyperRow(1e-3, 1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0, 0.0),
-        HyperRow(1e-2, 1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0, 0.0),
+        HyperRow(1e-3, 1e-3, 0.9, 0.999, 1e-8, decay, 0.1, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0),
+        HyperRow(1e-2, 1e-2, 0.8, 0.99, 1e-6, 0.0, 0.1, -1.0, 0.1, 0.2, 0.0, 0.0, 0.9, 1.0),
     ]
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -43,8 +43,8 @@ SCALE, FOUND = torch.tensor([1024.0]), torch.tensor([0.0])
 Lists = list[list[torch.Tensor]]
 
 
-def lists(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False) -> Lists:
-    optional = tensors() if amsgrad else [], tensors() if masters else []
+def lists(dtype: torch.dtype, amsgrad: bool = False, masters: bool = False, averages: bool = False) -> Lists:
+    optional = (tensors() if each else [] for each in (amsgrad, masters, averages))
     return [tensors(dtype), tensors(), tensors(), *optional, [], [], tensors(dtype)]
 
 
@@ -53,7 +53,7 @@ def coded_lists() -> Lists:
     params, exp_avgs, exp_avg_sqs, grads = ([torch.rand(5), torch.rand(20, 300)] for _ in range(4))
     exp_avgs[1], exp_avg_sqs[1] = torch.zeros(20, 300, dtype=torch.int8), torch.zeros(20, 300, dtype=torch.uint8)
     scales = [[torch.empty(0), torch.ones(20, 2)] for _ in range(2)]
-    return [params, exp_avgs, exp_avg_sqs, [], [], *scales, grads]
+    return [params, exp_avgs, exp_avg_sqs, [], [], [], *scales, grads]
 
 
 def numbers_of(params: list[torch.Tensor]) -> torch.Tensor:
@@ -96,7 +96,7 @@ CALLS = [
     ("last_exp_avg_sq_sum", lambda: (operands(torch.float32), SUMS, STEPS, hyper())),
     ("update_", lambda: update_args(torch.float32, None, None, 0)),
     ("update_", lambda: update_args(torch.float16, FACTOR, None, 0, amsgrad=True, masters=True)),
-    ("update_", lambda: update_args(torch.bfloat16, FACTOR, SKIP, 3, numbered=True)),
+    ("update_", lambda: update_args(torch.bfloat16, FACTOR, SKIP, 3, numbered=True, averages=True)),
     ("step_", lambda: step_args(torch.bfloat16, 1.0, False, SCALE, FOUND, False, 3, numbered=True, amsgrad=True)),
     ("step_", lambda: step_args(torch.float32, None, True, None, None, False, 0)),
     ("step_", lambda: step_args(torch.bfloat16, None, False, None, None, True, 0, masters=True)),
@@ -119,7 +119,7 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
             exp_avg, exp_avg_sq, max_exp_avg_sq, grad = ([torch.rand(numel)] for _ in range(4))
             param = [torch.rand(2 * numel)[::2]]
             averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
-            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], [], [], grad])
+            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], [], [], [], grad])
             sums = torch.zeros(1, dtype=torch.float64)
             grad_sum = ops.update_(sums, torch.zeros(1), of_these, hyper(), MEAN, None, None, 0)
             assert torch.equal(sums, ops.exp_avg_sq_sums(averaged, [], []))
@@ -140,7 +140,7 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
         param, zeros = values.clone(), torch.zeros(len(values), dtype=computes_in)
         table = hyper(decay=1e9)
         table[0, HyperRow._fields.index("max_decay")] = max_decay
-        lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [], [], [zeros.to(dtype)]]
+        lists = [[param], [zeros.clone()], [zeros.clone()], [], [], [], [], [], [zeros.to(dtype)]]
         sums, steps = SUMS[:1].clone(), torch.zeros(1)
         ops.update_(sums, steps, described(lists), table, MEAN, None, None, 0)
         expected = (values.to(computes_in) * torch.tensor(1 - max_decay, dtype=computes_in)).to(dtype)

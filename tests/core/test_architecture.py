@@ -30,7 +30,7 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("clipping_warning",),
+    ("averages", "clipping_warning"),
     ("metrics",),
     ("new_groups", "checkpoints"),
     ("settings",),

@@ -9,6 +9,7 @@ import torch
 
 from swd_fused import FusedAdamS
 from swd_fused.options import GROUP_OPTIONS, Options
+from swd_fused.state.averages import AVERAGE
 from tests.runs import random_params
 
 STEPS = 3
@@ -38,6 +39,8 @@ CHANGES: dict[str, Change] = {
     "corrected_decay": Change(True, {"weight_decay": 5e-2}),
     "cautious_decay": Change(True, {"weight_decay": 5e-2}),
     "largest_lr": Change(1.0, {"corrected_decay": True, "weight_decay": 5e-2}),
+    "ema_decay": Change(0.9, {"ema_decay": 0.5}),
+    "ema_warmup": Change(True, {"ema_decay": 0.9}),
     "decay": Change("l2", {"weight_decay": 5e-2}),
     "master_weights": Change(True, dtype=torch.bfloat16),
     "stochastic_rounding": Change(True, dtype=torch.bfloat16),
@@ -66,7 +69,8 @@ def after_training(change: Change, options: dict[str, Any]) -> list[torch.Tensor
             params[1].grad[0] = torch.nan  # type: ignore[index]
         optimizer.param_groups[0]["lr"] *= 0.5
         optimizer.step()
-    return [param.detach() for param in params]
+    averages = [optimizer.state[param][AVERAGE] for param in params if AVERAGE in optimizer.state[param]]
+    return [*(param.detach() for param in params), *averages]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -81,7 +81,7 @@ def moved(state: dict[str, Any], key: str) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, moved])
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"master_weights": True}, {"ema_decay": 0.5}], ids=str)
 def test_all_tensors_of_the_state_are_watched(
     options: dict[str, Any], change: Callable[..., None], described: list[Snapshot]
 ) -> None:
@@ -141,6 +141,8 @@ OTHER: dict[str, Any] = {
     "cautious_decay": True,
     "largest_lr": 0.5,
     "largest_lr_so_far": 0.5,
+    "ema_decay": 0.5,
+    "ema_warmup": True,
     "decay": "l2",
 }
 

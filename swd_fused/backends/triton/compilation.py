@@ -37,12 +37,14 @@ class Variant(NamedTuple):
     adds_l2: bool = False
     coded: bool = False  # whether any tensor's moments are kept in 8 bits
     cautious: bool = False  # whether any group decays cautiously
+    averages: bool = False  # whether weights are averaged
 
 
 def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
     stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
     adds_l2, cautious = bucket.options.decay == "l2", any(row.cautious for row in bucket.hyper.rows)
-    return Variant(bucket.amsgrad, bool(bucket.state.masters), stochastic, adds_l2, coded, cautious)
+    masters, averages = bool(bucket.state.masters), bool(bucket.state.ema_params)
+    return Variant(bucket.amsgrad, masters, stochastic, adds_l2, coded, cautious, averages)
 
 
 @cache

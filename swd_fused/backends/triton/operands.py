@@ -11,13 +11,9 @@ from swd_fused.backends.triton.parts import ALIGNMENT
 from swd_fused.core.bucket import NO_GRAD, Bucket
 from swd_fused.devices.transfer import from_host, int64s
 from swd_fused.state.eight_bit import rows_and_columns, scales_shape
-from swd_fused.state.operands import StateColumns
+from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
 
 GRADS = TENSOR.grad  # the column that is only read
-
-# The columns of the state that lie in memory as the parameter does, and those that do not.
-SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
-WALKED = [name for name in StateColumns._fields if name not in SCALES]
 
 
 class Operands:
@@ -120,11 +116,11 @@ class Operands:
 
 def columns_of(bucket: Bucket) -> list[list[Tensor]]:
     """Returns lists of tensors in the order of the table's columns. Some may be empty."""
-    return [bucket.params, bucket.grads_or_params, *(getattr(bucket.state, name) for name in WALKED)]
+    return [bucket.params, bucket.grads_or_params, *(getattr(bucket.state, name) for name in PARAM_COLUMNS)]
 
 
 def scales_of(bucket: Bucket) -> list[list[Tensor]]:
-    return [getattr(bucket.state, name) for name in SCALES]
+    return [getattr(bucket.state, name) for name in SCALE_COLUMNS]
 
 
 def codec_table(bucket: Bucket, scales: list[list[Tensor]]) -> Tensor:

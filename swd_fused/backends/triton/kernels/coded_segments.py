@@ -12,7 +12,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels import eight_bit
 from swd_fused.backends.triton.kernels.eight_bit import BLOCK_LENGTH, Tiling
-from swd_fused.backends.triton.kernels.element import next_max, square_root, update_element
+from swd_fused.backends.triton.kernels.element import next_average, next_max, square_root, update_element
 from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import elements, operands_of
 from swd_fused.backends.triton.kernels.rounding import moment_key, segment_rounding, stochastically_rounded_in_blocks
@@ -110,8 +110,12 @@ def update_tile(
     largest = v
     if CONFIG.amsgrad:
         largest = eight_bit.load_tile(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
+    if CONFIG.averages:
+        e = eight_bit.load_tile(operands.ema_param, tile, CONFIG.compute, VECTOR)
     squares = tl.sum(g * g, axis=0) if SUM_GRADS else 0
     p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
+    if CONFIG.averages:
+        eight_bit.store_tile(operands.ema_param, next_average(e, p, scalars), tile, VECTOR)
     if CONFIG.weight == tl.int16:
         p, remainder = split_master(p)
         eight_bit.store_tile(operands.weight, remainder, tile, VECTOR)

@@ -11,7 +11,7 @@ import triton.language as tl
 Scalars = namedtuple(
     "Scalars",
     "grad_scale l2 inv_sqrt_bias_correction2 eps decay_factor step_size from_grad exp_avg_slope beta2 one_minus_beta2 "
-    "opposed_decay_factor",  # where the update moves the weight away from zero
+    "opposed_decay_factor ema_weight",  # where the update moves the weight away from zero; of the weight in its average
 )
 
 
@@ -36,6 +36,12 @@ def update_element(
         decay_factor = tl.where(towards_zero >= 0, decay_factor, scalars.opposed_decay_factor)
     param = decay_factor * param - quotient(scalars.step_size * exp_avg, denom)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq, averaged, root
+
+
+@triton.jit
+def next_average(ema_param, param, scalars):
+    """The exponential average of a weight, `param` as its update leaves it."""
+    return ema_param + scalars.ema_weight * (param - ema_param)
 
 
 @triton.jit

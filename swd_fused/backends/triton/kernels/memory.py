@@ -20,7 +20,7 @@ Segment = namedtuple("Segment", "tensor row codec_row hyper_row start count")
 
 # Pointers to a segment's first elements. `weight` is what is updated: masters, what these are beside bfloat16
 # parameters, or parameters themselves.
-Operands = namedtuple("Operands", "param weight exp_avg exp_avg_sq max_exp_avg_sq grad")
+Operands = namedtuple("Operands", "param weight exp_avg exp_avg_sq max_exp_avg_sq ema_param grad")
 
 
 @triton.jit
@@ -50,12 +50,14 @@ def elements(row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
 def operands_of(segment, CONFIG: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr):
     row, start = segment.row, segment.start
     param = elements(row, TENSOR.param, start, CONFIG.param)
+    AVERAGE: tl.constexpr = tl.float64 if CONFIG.param == tl.float64 else tl.float32  # state.averages.average_dtype
     return Operands(
         param,
         elements(row, TENSOR.master, start, CONFIG.weight) if CONFIG.master else param,
         elements(row, TENSOR.exp_avg, start, EXP_AVG),
         elements(row, TENSOR.exp_avg_sq, start, EXP_AVG_SQ),
         elements(row, TENSOR.max_exp_avg_sq, start, CONFIG.averaged),
+        elements(row, TENSOR.ema_param, start, AVERAGE) if CONFIG.averages else param,
         elements(row, TENSOR.grad, start, CONFIG.grad),
     )
 

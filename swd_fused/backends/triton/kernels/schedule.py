@@ -51,6 +51,14 @@ def opposed_decay_factor(exp_avg_sq_mean, row):
 
 
 @triton.jit
+def ema_weight(step, row):
+    """Of the new weight in its average: 1 - ema_decay, or more in the first steps."""
+    ema_decay, step = tl.load(row + HYPER.ema_decay), step.to(tl.float64)
+    warm = tl.minimum(ema_decay, (1 + step) / (10 + step))
+    return 1 - tl.where(tl.load(row + HYPER.ema_warmup) != 0, warm, ema_decay)
+
+
+@triton.jit
 def clip_factor(grad_norm, max_grad_norm):
     """As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Of a NaN norm NaN, if anything is clipped."""
     factor = max_grad_norm / (grad_norm + 1e-6)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.element import Scalars, next_max, update_element
+from swd_fused.backends.triton.kernels.element import Scalars, next_average, next_max, update_element
 from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
-from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor, opposed_decay_factor
+from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor, ema_weight, opposed_decay_factor
 from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, SUM, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
@@ -163,6 +163,7 @@ def segment_scalars(
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
         opposed_decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute) if CONFIG.cautious else 0,  # nobody asks for it
+        ema_weight(step, row).to(CONFIG.compute) if CONFIG.averages else 0,
     )
 
 
@@ -217,7 +218,11 @@ def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constex
     largest = v
     if CONFIG.amsgrad:
         largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
+    if CONFIG.averages:
+        e = load_block(operands.ema_param, offsets, count, CONFIG.compute, VECTOR)
     p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
+    if CONFIG.averages:
+        store_block(operands.ema_param, next_average(e, p, scalars), offsets, count, VECTOR)
     if CONFIG.weight == tl.int16:
         p, remainder = split_master(p)
         store_block(operands.weight, remainder, offsets, count, VECTOR)

@@ -7,6 +7,7 @@ from collections import namedtuple
 import triton.language as tl
 
 from swd_fused.core.values import HyperRow
+from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
 
 
 class Columns(tl.constexpr):
@@ -23,14 +24,14 @@ class Columns(tl.constexpr):
 
 # Of `tensors` (int64): the addresses of the operands; whether all of them are aligned; the parameter group, the
 # tensor's number among all, and how its elements are numbered (see element_numbers.ElementNumbers.rows).
-OPERANDS = ("param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+OPERANDS = ("param", "grad", *(name.removesuffix("s") for name in PARAM_COLUMNS))
 TENSOR = Columns(*OPERANDS, "aligned", "group", "number", "first_number", "row_length", "row_pitch")
 
 # Of what is known of a tensor's codes (int64), where any tensor's moments are kept in 8 bits: the addresses of the
 # scales; the elements and the blocks of a row, 0 blocks if the tensor has no codes; how its blocks are numbered (see
 # eight_bit.BlockNumbers). In memory these rows are before `tensors`, the first tensor's last: kernels that know nothing
 # of codes need not know of them.
-CODEC = Columns("exp_avg_scales", "exp_avg_sq_scales", "row_length", "blocks_per_row", "first_block", "block_pitch")
+CODEC = Columns(*SCALE_COLUMNS, "row_length", "blocks_per_row", "first_block", "block_pitch")
 
 # Of `segments` (int64).
 SEGMENT = Columns("tensor", "start", "length")
