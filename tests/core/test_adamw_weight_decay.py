@@ -61,26 +61,6 @@ def test_it_survives_a_resume(backend: str, saved_after: int) -> None:
     assert optimizer.param_groups[0]["weight_decay"] == whole.param_groups[0]["weight_decay"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adamw_weight_decay": -0.1}, "adamw_weight_decay=-0.1, wanted a finite number >= 0"),
-        ({"calibration_steps": 0}, "calibration_steps=0, wanted a whole number > 0"),
-        ({"adamw_weight_decay": None}, "calibration_steps=3 without adamw_weight_decay"),
-        ({"decay": "decoupled"}, "with decay='decoupled'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        new(random_params(SHAPES), "torch", **options)
-
-
-def test_nothing_that_decays() -> None:
-    groups = [{"params": random_params([(3,)]), "weight_decay": 0.0}]
-    with pytest.raises(ValueError, match="all parameter groups have weight_decay=0"):
-        FusedAdamS(groups, adamw_weight_decay=0.1)
-
-
 def test_groups_of_their_own() -> None:
     params = random_params([(3,), (4,)])
     groups = [{"params": params[:1], "adamw_weight_decay": 0.2, "calibration_steps": 7}, {"params": params[1:]}]
@@ -118,19 +98,6 @@ def test_decay_that_is_switched_on_again_is_adamws(backend: str) -> None:
     optimizer.param_groups[0]["weight_decay"] = 1e-3
     run(params, random_grads(SHAPES, 1), optimizer)
     assert optimizer.effective_weight_decay()[0] == pytest.approx(0.1, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("groups", "options"),
-    [
-        ([{}], {"weight_decay": 0.0, "adamw_weight_decay": 0.1}),
-        ([{"adamw_weight_decay": 0.2}], {"weight_decay": 0.0}),
-        ([{"adamw_weight_decay": 0.2, "weight_decay": 0.0}, {}], {}),
-    ],
-)
-def test_both_decay_and_none_are_refused(groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"adamw_weight_decay=0\.\d, but .* weight_decay=0"):
-        FusedAdamS([{**group, "params": random_params([(3,)])} for group in groups], **options)
 
 
 # --- Skipped steps are no steps of calibration

@@ -1,379 +1,479 @@
-"""Each error says what was got, what was wanted and what to do, and leaves everything as it was."""
+"""What makes no sense is refused with what was got, what was wanted and what to do, whichever way it comes in, and
+everything is as it was."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from swd_fused import FusedAdamS
+from swd_fused.options import GROUP_OPTIONS, Compatibility
+from tests.core.test_options import ARGUMENTS
 from tests.core.torch_expectations.contestants import assert_same
 from tests.runs import random_grads, random_params, run
 
 nan = float("nan")
+SHAPES = [(30,), (4, 5)]
 
-BAD_NUMBERS = [
-    ({"lr": -1.0}, r"lr=-1\.0, wanted a finite number >= 0"),
-    ({"lr": nan}, "lr=nan, wanted a finite"),
-    ({"lr": float("inf")}, "lr=inf, wanted a finite"),
-    ({"lr": "0.1"}, "lr='0.1', wanted a finite"),
-    ({"lr": torch.tensor(-1.0)}, "lr=.*wanted a finite"),
-    ({"lr": torch.ones(2)}, "lr=.*one element"),
-    ({"eps": -1e-8}, "eps=-1e-08, wanted a finite"),
-    ({"eps": nan}, "eps=nan"),
-    ({"weight_decay": -0.1}, r"weight_decay=-0\.1, wanted"),
-    ({"weight_decay": nan}, "weight_decay=nan"),
-    ({"betas": (1.0, 0.999)}, r"betas=\(1\.0, 0\.999\), wanted two numbers in \[0, 1\)"),
-    ({"betas": (0.9, -0.1)}, "betas="),
-    ({"betas": (0.9, nan)}, "betas="),
-    ({"betas": (0.9,)}, "betas="),
-    ({"max_decay": 0.0}, r"max_decay=0\.0, wanted a number in \(0, 1\]"),
-    ({"max_decay": 1.5}, r"max_decay=1\.5"),
-]
-BAD_OPTIONS = [
-    ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0, wanted a number > 0. Use None"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm"),
-    ({"max_grad_norm": nan}, "max_grad_norm"),
-    ({"schedule": "later"}, "schedule='later', wanted one of"),
-    ({"schedule": "lagged", "max_grad_norm": 1.0}, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
-    ({"backend": "tpu"}, "backend='tpu', wanted one of"),
-    ({"betas": (torch.tensor(1.5), torch.tensor(0.9))}, r"betas=.* wanted two numbers in \[0, 1\)"),
-    ({"betas": (torch.ones(2), torch.tensor(0.9))}, "betas=.* wanted two numbers, or tensors with one"),
-    ({"differentiable": True}, "differentiable=True.*Use torch.optim.AdamW"),
-    ({"offload": True}, r"offload=True.*offload_policy=CPUOffloadPolicy\(\).*offload_optimizer.*follow\(engine\)"),
-    ({"fused": 1}, "fused=1, wanted True, False or None"),
-    ({"capturable": None}, "capturable=None, wanted True or False"),
-    ({"total_numel": 1}, "total_numel=1, but this rank alone has 3 elements"),
-    ({"total_numel": 0}, "total_numel=0, wanted a whole number > 0"),
-    ({"total_numel": True}, "total_numel=True, wanted a whole number"),
-]
+Params = list[torch.nn.Parameter]
+Options = dict[str, Any]
 
 
-@pytest.mark.parametrize(("options", "message"), [*BAD_NUMBERS, *BAD_OPTIONS], ids=str)
-def test_constructor(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FusedAdamS(random_params([(3,)]), **options)
+def at_cpu(value: float) -> Tensor:
+    return torch.tensor(value, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("weigth_decay", " Did you mean weight_decay?"),
-        ("adamw_mode", " Did you mean adam_w_mode?"),
-        ("exp_avg_sq_dtype", ""),
-        ("temperature", ""),
-    ],
-)
-def test_unknown_arguments(name: str, advice: str) -> None:
-    with pytest.raises(TypeError) as error:
-        FusedAdamS(random_params([(3,)]), **{name: 0.1})
-    assert str(error.value) == f"FusedAdamS got an unknown argument {name}=0.1.{advice}"
-
-
-IN_GROUPS = [
-    ({"weigth_decay": 0.1}, r"unknown key weigth_decay=0\.1 in a parameter group. Did you mean weight_decay\?"),
-    ({"maximise": True}, r"Did you mean maximize\?"),
-    ({"max_grad_norms": 1.0}, r"Did you mean max_grad_norm\?"),
-    (
-        {"schedule": "lagged"},
-        r"schedule='lagged' in a .* holds for all groups.*FusedAdamS\(\.\.\., schedule='lagged'\)",
+# Whether an argument, a key of a new group, or set in a group between steps.
+OF_GROUPS: list[tuple[str, Any]] = [
+    *(
+        ("lr", value)
+        for value in (-1.0, nan, float("inf"), "0.1", *map(at_cpu, (-1.0, nan, float("inf"))), torch.ones(2))
     ),
-    *(({name: 1}, f"{name}=1 in a parameter group, but it holds for all") for name in ("decay", "seed", "backend")),
-    *(({name: 1}, f"{name}=1 in a parameter group, but it holds for all") for name in ("max_grad_norm", "total_numel")),
-    ({"bias_correction": 1}, "bias_correction=1, wanted True or False"),
-    ({"differentiable": True}, "differentiable=True"),
-    ({"offload": True}, r"offload=True, which is gone.*CPUOffloadPolicy\(\)"),
+    *(("betas", value) for value in ((-0.5, 0.9), (0.9, -0.1), (0.9, nan), (0.9,), 0.9, (0.9, "0.9"))),
+    *(("betas", value) for value in ((at_cpu(nan), at_cpu(0.9)), (torch.ones(2), at_cpu(0.9)))),
+    *(("eps", value) for value in (-1e-8, nan)),
+    *(("weight_decay", value) for value in (-0.1, nan)),
+    *(("max_decay", value) for value in (0, 0.0, 1.5)),
+    *((name, value) for name in ("amsgrad", "maximize", "corrected_decay") for value in ("no", 1)),
+    *(("bias_correction", value) for value in (0.5, 1, None)),
+    *(("largest_lr", value) for value in (0, -1.0, nan, "1")),
+    *(("adamw_weight_decay", value) for value in (-1, nan, "0.1")),
+    *(("state_dtype", value) for value in ("4bit", torch.int8)),
+    ("process_group", "world"),
+    ("differentiable", True),
+    ("offload", True),
+]
+# Schedulers may set such betas, as Adam lets them.
+WHEN_MADE: list[tuple[str, Any]] = [("betas", (1.0, 0.999)), ("betas", (at_cpu(1.5), at_cpu(0.9)))]
+MISSPELT_OR_OF_ALL = [
+    *(("weigth_decay", 0.1), ("maximise", True), ("max_grad_norms", 1.0), ("schedule", "lagged"), ("decay", "l2")),
+    *((name, 1) for name in ("seed", "backend", "max_grad_norm", "total_numel")),
+]
+FOR_ALL: list[tuple[Options, str, Any]] = [
+    *(({}, "max_grad_norm", value) for value in (-1.0, 0, nan, "1", True)),
+    ({"schedule": "lagged"}, "max_grad_norm", 1.0),
+    ({"max_grad_norm": 1.0}, "schedule", "lagged"),
+    ({"skip_nonfinite": True}, "schedule", "lagged"),
+    *(({"decay": decay}, "schedule", "lagged") for decay in ("l2", "decoupled", "independent")),
+    *(({}, "schedule", value) for value in ("laged", None)),
+    ({}, "backend", "tpu"),
+    *(({}, "total_numel", value) for value in (0, True, 1.5, "900", 9)),
+    *(({}, "set_grad_none", value) for value in (1, None)),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), [*BAD_NUMBERS, *IN_GROUPS], ids=str)
-def test_add_param_group(options: dict[str, Any], message: str) -> None:
-    first, second = random_params([(3,), (4,)])
+def refusal(name: str) -> Any:
+    return pytest.raises(ValueError, match=rf"FusedAdamS got (an unknown key )?({name})=")
+
+
+@pytest.mark.parametrize(("name", "value"), [*OF_GROUPS, *WHEN_MADE], ids=str)
+def test_arguments_and_new_groups(name: str, value: Any) -> None:
+    first, second = random_params(SHAPES)
+    with refusal(name):
+        FusedAdamS([first], **{name: value})
+    add_group(first, second, name, value)
+
+
+def add_group(first: torch.nn.Parameter, second: torch.nn.Parameter, name: str, value: Any) -> None:
     optimizer = FusedAdamS([first])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [second], **options})
+    with refusal(name):
+        optimizer.add_param_group({"params": [second], name: value})
     assert len(optimizer.param_groups) == 1
 
 
-def test_keys_of_schedulers_and_frameworks_pass() -> None:
+@pytest.mark.parametrize(("name", "value"), MISSPELT_OR_OF_ALL, ids=str)
+def test_keys_that_are_misspelt_or_hold_for_all_groups(name: str, value: Any) -> None:
+    add_group(*random_params(SHAPES), name, value)  # type: ignore[arg-type]
+
+
+def state_of(optimizer: FusedAdamS, params: Params) -> Any:
+    return copy.deepcopy(([param.detach() for param in params], [optimizer.state.get(param) for param in params]))
+
+
+def assert_refused(optimizer: FusedAdamS, params: Params, name: str) -> None:
+    before = state_of(optimizer, params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with refusal(name):
+        optimizer.step()
+    assert_same(state_of(optimizer, params), before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*OF_GROUPS, *MISSPELT_OR_OF_ALL, *(("calibration_steps", v) for v in (-1, 1.5, True, None))],
+    ids=str,
+)
+def test_what_is_set_in_a_group_is_refused_by_the_next_step(name: str, value: Any, steps_before: int) -> None:
+    """In the second group; and when it is set right the run goes on as if nothing had been."""
+    options: Options = {"adamw_weight_decay": 0.1} if name == "calibration_steps" else {}
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    others = copy.deepcopy(params)
+    optimizer, untouched = (
+        FusedAdamS([{"params": two[:1]}, {"params": two[1:]}], **options) for two in (params, others)
+    )
+    run(params, grads[:steps_before], optimizer)
+    group = optimizer.param_groups[1]
+    usual = group.copy()
+    group[name] = value
+    for _ in range(2):
+        assert_refused(optimizer, params, name)
+    group.clear()
+    group.update(usual)
+    run(params, grads[steps_before:], optimizer)
+    run(others, grads, untouched)
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize(("options", "name", "value"), FOR_ALL, ids=str)
+def test_what_holds_for_all_groups(options: Options, name: str, value: Any) -> None:
+    """As an argument; and set later, when the run goes on as one in which nobody has tried to."""
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    others = copy.deepcopy(params)
+    with refusal(f"{name}|schedule"):
+        FusedAdamS(params, **{**options, name: value})
+    optimizer, untouched = FusedAdamS(params, **options), FusedAdamS(others, **options)
+    run(params, grads[:2], optimizer)
+    shown, before = repr(optimizer), getattr(optimizer, name)
+    with refusal(f"{name}|schedule"):
+        setattr(optimizer, name, value)
+    assert (repr(optimizer), getattr(optimizer, name)) == (shown, before)
+    run(params, grads[2:], optimizer)
+    run(others, grads, untouched)
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS | Compatibility.__optional_keys__ | set(GROUP_OPTIONS)))
+def test_no_option_takes_anything(name: str) -> None:
+    params = random_params(SHAPES)
+    if name not in ("largest_lr_so_far", "process_group") or name in ARGUMENTS:
+        with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
+            FusedAdamS(params, **{name: object()})  # type: ignore[arg-type]
+    if name in GROUP_OPTIONS:
+        optimizer = FusedAdamS(params)
+        optimizer.param_groups[0][name] = object()
+        assert_refused(optimizer, params, name)
+
+
+CONTRADICTIONS: list[tuple[Options, str]] = [
+    ({"schedule": "lagged", "max_grad_norm": 1.0}, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
+    ({"decay": "decoupled", "adam_w_mode": False}, "Use one of the two"),
+    ({"adam_w_mode": False, "schedule": "lagged"}, "uses no schedule"),
+    ({"decay": "l2", "corrected_decay": True}, "corrected_decay=True with decay='l2'.*Use decay="),
+    ({"decay": "l2", "cautious_decay": True}, "cautious_decay=True with decay='l2'.*Use decay="),
+    ({"decay": "independent", "corrected_decay": True}, "corrected_decay=True with decay='independent'"),
+    ({"decay": "independent", "weight_decay": 1.0}, r"wanted .* \[0, 1\)"),
+    ({"decay": "independent", "adamw_weight_decay": 0.1}, "Use weight_decay"),
+    ({"decay": "decoupled", "adamw_weight_decay": 0.1}, "with decay='decoupled'"),
+    ({"calibration_steps": 3}, "calibration_steps=3 without adamw_weight_decay"),
+    ({"calibration_steps": 0, "adamw_weight_decay": 0.1}, "calibration_steps=0, wanted a whole number > 0"),
+    ({"weight_decay": 0.0, "adamw_weight_decay": 0.1}, "all parameter groups have weight_decay=0"),
+    ({"dtype": torch.float32, "master_weights": True}, "wider ones are their own masters"),
+    ({"master_weights": True, "stochastic_rounding": True}, "Use one of the two"),
+    ({"dtype": torch.float16, "stochastic_rounding": True}, "wanted some of torch.bfloat16"),
+    ({"seed": 3}, "without stochastic_rounding"),
+    ({"total_numel": 1}, "total_numel=1, but this rank alone has 50 elements"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=str)
+def test_contradictions(options: Options, message: str) -> None:
+    dtype = options.get("dtype", torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        FusedAdamS(random_params(SHAPES, dtype), **{name: options[name] for name in options if name != "dtype"})
+
+
+@pytest.mark.parametrize("group", [{"adamw_weight_decay": 0.2}, {"adamw_weight_decay": 0.2, "weight_decay": 0.0}])
+def test_groups_that_are_to_be_calibrated_and_not_to_decay(group: Options) -> None:
+    defaults = {} if "weight_decay" in group else {"weight_decay": 0.0}
+    with pytest.raises(ValueError, match=r"adamw_weight_decay=0\.2, but .* weight_decay=0"):
+        FusedAdamS([{**group, "params": random_params(SHAPES)}], **defaults)
+
+
+def test_unknown_arguments() -> None:
+    for name, advice in (("weigth_decay", " Did you mean weight_decay?"), ("temperature", "")):
+        with pytest.raises(TypeError) as error:
+            FusedAdamS(random_params(SHAPES), **{name: 0.1})
+        assert str(error.value) == f"FusedAdamS got an unknown argument {name}=0.1.{advice}"
+
+
+def test_keys_of_schedulers_and_frameworks_pass_and_may_change() -> None:
     """As in torch's groups, they are kept and have no effect."""
-    adamw = torch.optim.AdamW(random_params([(3,)]))
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
+    others = copy.deepcopy(params)
     names = ["initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "name", "step"]
     names += ["lr_scale", "lr_mult", "wd_mult", "weight_decay_mult", "no_decay", "layer_decay", "beta1", "is_expert"]
     extra = dict.fromkeys(names, 0.5)
-    optimizer = FusedAdamS([{**adamw.param_groups[0], **extra}])
-    assert extra.items() <= optimizer.param_groups[0].items()
-    again = FusedAdamS(optimizer.param_groups)
-    assert again.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    groups = torch.optim.AdamW(params, weight_decay=5e-4).param_groups
+    optimizer = FusedAdamS([{**groups[0], **extra}])
+    for t, step_grads in enumerate(grads):
+        assert extra.items() <= optimizer.param_groups[0].items()
+        extra.update(step=t, swa_lr=t)
+        optimizer.param_groups[0].update(extra)
+        run(params, [step_grads], optimizer)
+    assert FusedAdamS(optimizer.param_groups).param_groups[0].keys() == optimizer.param_groups[0].keys()
+    run(others, grads, FusedAdamS(others))
+    assert all(map(torch.equal, params, others))
 
 
-def test_a_parameter_twice_in_one_group() -> None:
+def test_one_key_that_takes_the_place_of_another() -> None:
+    """With the very same value: only the name tells."""
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params)
+    group = optimizer.param_groups[0]
+    group["weight_decay_mult"] = 0.5
+    run(params, random_grads(SHAPES, 2), optimizer)
+    group["weigth_decay"] = group.pop("weight_decay_mult")
+    assert_refused(optimizer, params, "weigth_decay")
+
+
+def test_a_tensor_lr_is_checked_each_time_it_changes() -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS(params, lr=at_cpu(0.01))
+    run(params, random_grads(SHAPES, 2), optimizer)
+    for bad in (-1.0, nan):
+        optimizer.param_groups[0]["lr"].fill_(bad)
+        assert_refused(optimizer, params, "lr")
+    optimizer.param_groups[0]["lr"].fill_(-1e-20)  # what schedulers that end at zero miss it by
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+# --- Parameters
+
+
+def conjugated() -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())]
+
+
+def integers() -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]
+
+
+def expanded() -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(3, 1).expand(3, 4))]
+
+
+def twice() -> list[Any]:
     """torch warns that it will be an error, and steps twice; kernels update all parameters at the same time."""
-    first, second = random_params([(3,), (4,)])
-    with pytest.raises(ValueError, match=r"shape \(4,\) twice in one group.*dict.fromkeys"):
-        FusedAdamS([first, second, second])
-    with pytest.raises(ValueError, match="twice in one group"):
-        FusedAdamS([("first", first), ("tied", first)])
+    return random_params(SHAPES[:1]) * 2
+
+
+def twice_by_names() -> list[Any]:
+    return [("first", params[0]) for params in [random_params(SHAPES[:1])] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        (conjugated, ValueError, "lazily conjugated"),
+        (integers, ValueError, r"dtype torch.int64 .* wanted a floating-point"),
+        (expanded, ValueError, r"strides \(1, 0\), wanted one whose elements have memory of their own"),
+        (twice, ValueError, r"shape \(30,\) twice in one group.*dict.fromkeys"),
+        (twice_by_names, ValueError, "twice in one group"),
+        (lambda: [{"params": set(random_params(SHAPES))}], TypeError, "ordered"),
+        (lambda: torch.nn.Parameter(torch.ones(3)), TypeError, "iterable"),
+        (list, ValueError, r"got no parameters.*Pass model.parameters"),
+        (lambda: iter(()), ValueError, "a generator that was used before is empty"),
+    ],
+)
+def test_parameters(params: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FusedAdamS(params())
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_parameters_that_are_put_into_a_group_later(steps_before: int) -> None:
+    params = random_params(SHAPES)
+    optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:]}])
+    run(params, random_grads(SHAPES, steps_before), optimizer)
+    for wrong, message in ((params[0], r"parameter of shape \(30,\) twice"), (*expanded(), "memory of their own")):
+        optimizer.param_groups[1]["params"].append(wrong)
+        before = state_of(optimizer, params)
+        with pytest.raises(ValueError, match=message):
+            run(params, random_grads(SHAPES, 1), optimizer)
+        assert_same(state_of(optimizer, params), before)
+        del optimizer.param_groups[1]["params"][1]
+    optimizer.step()
+
+
+def test_a_backend_that_does_not_serve() -> None:
+    params = [torch.nn.Parameter(torch.ones(3, device="meta"))]
+    message = r'backend="cpu" cannot serve torch.float32 parameters on meta'
+    with pytest.raises(RuntimeError, match=message):
+        FusedAdamS(params, backend="cpu")
+    optimizer = FusedAdamS(params)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.backend = "cpu"
+    assert optimizer.backend == "auto"
 
 
 def test_padding_may_make_a_buffer_longer_than_the_model() -> None:
     FusedAdamS(random_params([(128,)]), total_numel=100)
 
 
-class GradientElsewhere(torch.nn.Parameter):
-    """What moving a parameter's data between backward and step leaves behind; without a GPU torch forbids it."""
+@pytest.mark.parametrize(
+    ("options", "weight_decay", "message"),
+    [
+        ({}, -0.1, r"match_adamw.*wanted a finite number >= 0, as AdamW takes it"),
+        ({"weight_decay": 0.0}, 0.1, r"weight_decay=0\.1, but all parameter groups have weight_decay=0"),
+        ({"decay": "decoupled"}, 0.1, "Set weight_decay instead"),
+    ],
+)
+def test_match_adamw(options: Options, weight_decay: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FusedAdamS(random_params(SHAPES), **options).match_adamw(weight_decay)
 
-    @property
-    def grad(self) -> torch.Tensor:
-        return torch.ones(self.shape, device="meta")
+
+# --- State dicts
 
 
-def assert_refused(
-    optimizer: FusedAdamS, params: list[torch.nn.Parameter], error: type[Exception], message: str
+def change(where: str, key: Any, value: Any = None) -> Callable[[Any], Any]:
+    """Returns a function that puts something else into a state dict, or takes it away."""
+
+    def changed(state_dict: Any) -> Any:
+        entry = {
+            "group": state_dict["param_groups"][0],
+            "state": state_dict["state"],
+            "second": state_dict["state"][1],
+            "top": state_dict,
+        }[where]
+        if value is None:
+            del entry[key]
+        else:
+            entry[key] = value(entry[key]) if callable(value) else value
+        return state_dict
+
+    return changed
+
+
+def of_other_groups(_: Any) -> Any:
+    return FusedAdamS([{"params": each} for each in random_params(SHAPES)]).state_dict()
+
+
+def of_sgd(_: Any) -> Any:
+    params = random_params(SHAPES)
+    sgd = torch.optim.SGD(params, momentum=0.9)
+    run(params, random_grads(SHAPES, 1), sgd)
+    return sgd.state_dict()
+
+
+CODED = {"state_dtype": "8bit"}
+MASTERS = {"master_weights": True}
+DAMAGE: list[tuple[Options, Callable[[Any], Any], str]] = [
+    ({}, of_other_groups, r"groups of \[1, 1\] parameters.* groups of \[2\].*saved with"),
+    ({}, of_sgd, "has momentum_buffer, but no step, exp_avg, exp_avg_sq"),
+    ({}, lambda right: {"optimizer": right, "epoch": 3}, "with optimizer, epoch, but without state, param_groups"),
+    ({}, lambda right: [right], "load_state_dict got a list"),
+    ({}, change("top", "param_groups"), "with state, but without param_groups"),
+    ({}, change("top", "param_groups", {"lr": 0.1}), "param_groups that are not a list of dicts"),
+    ({}, change("group", "params"), 'dicts with a key "params"'),
+    ({}, change("top", "state", lambda _: []), "got a list as state"),
+    ({}, change("state", 1, 3), "state of parameter 1 is a int"),
+    ({}, change("second", "exp_avg", 3), "exp_avg of parameter 1 is a"),
+    ({}, change("second", "exp_avg", torch.ones(8)), r"exp_avg of parameter 1 has shape \(8,\), the parameter has"),
+    *(({}, change("second", key), f"but no {key}") for key in ("step", "exp_avg", "exp_avg_sq")),
+    *(({}, change("group", key, value), key) for key, value in (("betas", (nan, 0.9)), ("bias_correction", 0.5))),
+    ({}, change("group", "calibration_steps", -1), "calibration_steps"),
+    ({}, lambda right: change("group", "weigth_decay", 0.1)(with_key(right, "weigth_decay")), "weigth_decay"),
+    ({}, lambda right: change("group", "seed", 1)(with_key(right, "seed")), "seed"),
+    (CODED, change("second", "exp_avg_scales"), "has .*, but no exp_avg_scales"),
+    (CODED, change("second", "exp_avg_sq_root_codes"), "but no exp_avg_sq_root_codes"),
+    (CODED, change("second", "exp_avg_sq_root_codes", Tensor.float), "has torch.float32, wanted torch.uint8"),
+    (CODED, change("second", "exp_avg_codes", lambda codes: codes[:3]), r"has shape \(3, 20\), the parameter has"),
+    (CODED, change("second", "exp_avg_scales", lambda scales: scales.repeat(1, 2)), r"whose blocks of 256"),
+    (CODED, change("second", "exp_avg_scales", Tensor.neg), "negative"),
+    (CODED, change("second", "exp_avg_scales", 3), "is a int, wanted a tensor"),
+    (MASTERS, change("second", "master_remainder", Tensor.float), "torch.float32, wanted torch.int16"),
+]
+
+
+def with_key(state_dict: Any, key: str) -> Any:
+    state_dict["param_groups"][0][key] = None
+    return state_dict
+
+
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+@pytest.mark.parametrize(("options", "damage", "message"), DAMAGE)
+def test_a_state_dict_that_is_refused_changes_nothing(
+    options: Options, damage: Callable[[Any], Any], message: str
 ) -> None:
-    before = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(error, match=message):
-        optimizer.step()
-    assert all(map(torch.equal, params, before[0]))
-    assert_same(optimizer.state_dict(), before[1])
+    shapes, dtype = [(30,), (4, 20)], torch.bfloat16 if options is MASTERS else torch.float32
+    params, grads = random_params(shapes, dtype), random_grads(shapes, 3, dtype)
+    others = copy.deepcopy(params)
+    optimizer, untouched = FusedAdamS(params, **options), FusedAdamS(others, **options)
+    run(params, grads[:2], optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(damage(copy.deepcopy(before)))
+    assert_same(optimizer.state_dict(), before)
+    run(params, grads[2:], optimizer)
+    run(others, grads, untouched)
+    assert all(map(torch.equal, params, others))
 
 
-@pytest.mark.parametrize("schedule", ["exact", "lagged"])
-@pytest.mark.parametrize("steps_before", [0, 2])
-class TestStep:
-    """Before the first step, when there is no state, and after some."""
+# --- What a step is given
 
-    @pytest.fixture
-    def params(self) -> list[torch.nn.Parameter]:
-        return random_params([(30,), (4, 5), (7,)])
-
-    @pytest.fixture
-    def optimizer(self, params: list[torch.nn.Parameter], backend: str, steps_before: int, schedule: str) -> FusedAdamS:
-        optimizer = FusedAdamS(params, backend=backend, schedule=schedule)
-        run(params, random_grads([(30,), (4, 5), (7,)], steps_before), optimizer)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        return optimizer
-
-    def test_sparse_gradient(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        params[1].grad = torch.eye(4, 5).to_sparse()
-        assert_refused(optimizer, params, RuntimeError, r"sparse_coo gradient of shape \(4, 5\).*wanted a dense one")
-
-    def test_gradient_on_another_device(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        params[1].__class__ = GradientElsewhere
-        message = "on meta for a parameter .* on .*, wanted one on the parameter's device"
-        assert_refused(optimizer, params, RuntimeError, message)
-
-    def test_gradient_of_another_shape(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        data = params[1].data
-        params[1].grad = None
-        params[1].data = torch.zeros(5, 4)
-        params[1].grad = torch.ones(5, 4)
-        params[1].data = data
-        assert_refused(
-            optimizer, params, RuntimeError, r"gradient of shape \(5, 4\).*\(4, 5\).*wanted one of the param"
-        )
-
-    def test_parameter_of_another_shape(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        """As a resized embedding: the state, if there is one, belongs to the old one."""
-        params[2].grad = None
-        params[2].data = torch.ones(9)
-        params[2].grad = torch.ones(9)
-        if not optimizer.state:
-            optimizer.step()
-            assert (params[2] < 1).all()
-            return
-        message = r"state of shape \(7,\).* now has shape \(9,\).*del optimizer.state"
-        assert_refused(optimizer, params, RuntimeError, message)
-
-    def test_hyper_parameters_set_to_nonsense(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        for name, value in (("lr", -1.0), ("lr", nan), ("betas", (nan, 0.9)), ("betas", 0.9)):
-            usual = optimizer.param_groups[0][name]
-            optimizer.param_groups[0][name] = value
-            assert_refused(optimizer, params, ValueError, f"{name}=.*, wanted")
-            optimizer.param_groups[0][name] = usual
-
-    def test_a_missing_moment(self, params: list[torch.nn.Parameter], optimizer: FusedAdamS) -> None:
-        if not optimizer.state:
-            optimizer.step()
-        del optimizer.state[params[1]]["exp_avg_sq"]
-        message = r"parameter of shape \(4, 5\) with step, exp_avg, but without exp_avg_sq.*del optimizer.state"
-        assert_refused(optimizer, params, RuntimeError, message)
+GIVEN: list[tuple[Options, Options, str]] = [
+    *(
+        ({}, {"grad_sumsq": value}, "wanted a number >= 0")
+        for value in (-1.0, "3", nan, True, at_cpu(-1.0), at_cpu(nan))
+    ),
+    ({}, {"grad_sumsq": torch.ones(2)}, "wanted one number"),
+    ({}, {"numel": 3}, "numel=3 without grad_sumsq"),
+    *(({}, {"grad_sumsq": 1.0, "numel": value}, "numel=.*wanted the number") for value in (0, True, 2.5, -3, "3")),
+    ({"schedule": "lagged"}, {"grad_sumsq": 1.0}, 'Use schedule="exact"'),
+    ({"amsgrad": True}, {"grad_sumsq": 1.0}, "amsgrad=True, whose maxima"),
+    ({"betas": (0.9, 0.95)}, {"grad_sumsq": 1.0}, r"different betas, \[0.95, 0.999\]"),
+    ({"bias_correction": False}, {"grad_sumsq": 1.0}, r"different bias_correction, \[False, True\]"),
+]
 
 
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("schedule", ["exact", "lagged"])
-def test_nothing_changes_in_any_bucket(backend: str, schedule: str) -> None:
-    """Two buckets, since the groups differ in amsgrad: the second one's gradient is bad."""
-    params = random_params([(5,), (6,)])
-    groups = [{"params": params[:1]}, {"params": params[1:], "amsgrad": True}]
-    optimizer = FusedAdamS(groups, backend=backend, schedule=schedule)
-    run(params, random_grads([(5,), (6,)], 2), optimizer)
-    params[1].grad = torch.ones(6).to_sparse()
-    assert_refused(optimizer, params, RuntimeError, "sparse_coo gradient")
+@pytest.mark.parametrize("by_provider", [False, True])
+@pytest.mark.parametrize(("options", "given", "message"), GIVEN, ids=str)
+def test_a_given_sum(options: Options, given: Options, message: str, by_provider: bool) -> None:
+    if by_provider and "grad_sumsq" not in given:
+        pytest.skip("a provider returns both")
+    params = random_params(SHAPES)
+    of_all = {name: value for name, value in options.items() if name == "schedule"}
+    of_first = {name: value for name, value in options.items() if name != "schedule"}
+    optimizer = FusedAdamS([{"params": params[:1], **of_first}, {"params": params[1:]}], **of_all)
+    before = state_of(optimizer, params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if by_provider:
+        optimizer.grad_sumsq_provider = lambda: (given["grad_sumsq"], given.get("numel"))
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(**({} if by_provider else given))
+    assert_same(state_of(optimizer, params), before)
 
 
-@pytest.mark.backends(split=True)
-def test_a_parameter_that_was_cut_short(backend: str) -> None:
-    """With its gradient, and at the same addresses: the state is longer."""
-    memory, grad = torch.randn(50), torch.ones(50)
-    param = torch.nn.Parameter(memory)
-    param.grad = grad
-    optimizer = FusedAdamS([param], backend=backend)
-    optimizer.step()
-    param.grad = None
-    param.data = memory[:30]
-    param.grad = grad[:30]
-    assert_refused(optimizer, [param], RuntimeError, r"state of shape \(50,\).* now has shape \(30,\)")
-
-
-@pytest.mark.backends(split=True)
-def test_a_gradient_whose_memory_was_freed(backend: str) -> None:
-    params = random_params([(50,)])
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, random_grads([(50,)], 1), optimizer)
-    params[0].grad = torch.ones(50)
-    params[0].grad.untyped_storage().resize_(0)
-    assert_refused(optimizer, params, RuntimeError, "whose memory was freed")
-
-
-def test_sets_have_no_order() -> None:
-    with pytest.raises(TypeError, match="ordered"):
-        FusedAdamS([{"params": set(random_params([(3,), (4,)]))}])
-
-
-def test_lazily_conjugated_parameters() -> None:
-    with pytest.raises(ValueError, match="lazily conjugated"):
-        FusedAdamS([torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())])
-
-
-def test_no_parameters() -> None:
-    with pytest.raises(ValueError, match=r"got no parameters.*Pass model.parameters"):
-        FusedAdamS([])
-    parameters = torch.nn.Linear(2, 2).parameters()
-    FusedAdamS(parameters)
-    with pytest.raises(ValueError, match="a generator that was used before is empty"):
-        FusedAdamS(parameters)
-
-
-def test_a_tensor_instead_of_an_iterable() -> None:
-    with pytest.raises(TypeError, match="iterable"):
-        FusedAdamS(torch.nn.Parameter(torch.ones(3)))  # type: ignore[arg-type]
-
-
-def test_integer_parameters() -> None:
-    integers = torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match=r"dtype torch.int64 .* wanted a floating-point"):
-        FusedAdamS([integers])
-
-
-def test_expanded_parameters() -> None:
-    expanded = torch.nn.Parameter(torch.ones(3, 1).expand(3, 4))
-    with pytest.raises(ValueError, match=r"strides \(1, 0\), wanted one whose elements have memory of their own"):
-        FusedAdamS([expanded])
-
-
-def test_a_backend_that_does_not_serve() -> None:
-    param = torch.nn.Parameter(torch.ones(3, device="meta"))
-    with pytest.raises(RuntimeError, match=r'backend="cpu" cannot serve torch.float32 parameters on meta'):
-        FusedAdamS([param], backend="cpu")
-
-
-def test_match_adamw() -> None:
-    with pytest.raises(ValueError, match=r"match_adamw.*wanted a finite number >= 0, as AdamW takes it"):
-        FusedAdamS(random_params([(3,)])).match_adamw(-0.1)
-
-
-def test_match_adamw_where_nothing_decays() -> None:
-    optimizer = FusedAdamS(random_params([(3,)]), weight_decay=0.0)
-    with pytest.raises(ValueError, match=r"weight_decay=0\.1, but all parameter groups have weight_decay=0"):
-        optimizer.match_adamw(0.1)
-    optimizer.match_adamw(0.0)
-
-
-class TestStateDict:
-    @pytest.fixture
-    def params(self) -> list[torch.nn.Parameter]:
-        return random_params([(30,), (7,)])
-
-    @pytest.fixture
-    def optimizer(self, params: list[torch.nn.Parameter]) -> FusedAdamS:
-        optimizer = FusedAdamS(params)
-        run(params, random_grads([(30,), (7,)], 2), optimizer)
-        return optimizer
-
-    def refuse(self, optimizer: FusedAdamS, state_dict: dict[str, Any], message: str) -> None:
-        before = copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state_dict)
-        assert_same(optimizer.state_dict(), before)
-
-    def test_other_groups(self, optimizer: FusedAdamS) -> None:
-        other = FusedAdamS([{"params": random_params([(30,)])}, {"params": random_params([(7,)])}])
-        self.refuse(optimizer, other.state_dict(), r"groups of \[1, 1\] parameters.* groups of \[2\].*saved with")
-
-    def test_other_shapes(self, optimizer: FusedAdamS) -> None:
-        params = random_params([(30,), (8,)])
-        other = FusedAdamS(params)
-        run(params, random_grads([(30,), (8,)], 1), other)
-        self.refuse(optimizer, other.state_dict(), r"exp_avg of parameter 1 has shape \(8,\), the parameter has \(7,\)")
-
-    def test_another_algorithm(self, optimizer: FusedAdamS) -> None:
-        params = random_params([(30,), (7,)])
-        other = torch.optim.SGD(params, momentum=0.9)
-        run(params, random_grads([(30,), (7,)], 1), other)
-        self.refuse(optimizer, other.state_dict(), "has momentum_buffer, but no step, exp_avg, exp_avg_sq")
-
-    def test_nonsense_hyper_parameters(self, optimizer: FusedAdamS) -> None:
-        state_dict = copy.deepcopy(optimizer.state_dict())
-        state_dict["param_groups"][0]["betas"] = (nan, 0.9)
-        self.refuse(optimizer, state_dict, "betas=")
-
-    def test_something_else(self, optimizer: FusedAdamS) -> None:
-        right = copy.deepcopy(optimizer.state_dict())
-        state, groups = right["state"], right["param_groups"]
-        for wrong, message in (
-            (
-                {"optimizer": right, "epoch": 3},
-                "with optimizer, epoch, but without state, param_groups.*one of the entr",
-            ),
-            ({"state": state}, "with state, but without param_groups"),
-            ([right], "load_state_dict got a list"),
-            ({"state": state, "param_groups": {"lr": 0.1}}, "param_groups that are not a list of dicts"),
-            ({"state": state, "param_groups": [{"lr": 0.1}]}, 'dicts with a key "params"'),
-            ({"state": [], "param_groups": groups}, "got a list as state"),
-            ({"state": {**state, 1: 3}, "param_groups": groups}, "state of parameter 1 is a int"),
-            (
-                {"state": {**state, 1: {**state[1], "exp_avg": 3}}, "param_groups": groups},
-                "exp_avg of parameter 1 is a",
-            ),
-        ):
-            self.refuse(optimizer, wrong, message)  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
-    def test_a_missing_moment(self, optimizer: FusedAdamS, key: str) -> None:
-        state_dict = copy.deepcopy(optimizer.state_dict())
-        del state_dict["state"][1][key]
-        self.refuse(optimizer, state_dict, f"state of parameter 1 has .*, but no {key}")
-
-
-def test_state_on_another_device_is_refused_at_a_step(backend: str) -> None:
-    """On "meta" operators do nothing, and say nothing."""
-    (param,) = params = random_params([(3,)])
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, random_grads([(3,)], 1), optimizer)
-    before = param.detach().clone()
-    optimizer.state[param]["exp_avg"] = torch.zeros(3, device="meta")
-    with pytest.raises(RuntimeError, match=r"state of shape \(3,\) on meta"):
-        run(params, random_grads([(3,)], 1), optimizer)
-    assert torch.equal(param, before)
-
-
-def test_a_state_dtype_set_later_is_checked() -> None:
-    params = random_params([(3,)])
+def test_a_provider_that_is_none_or_gives_something_else() -> None:
+    params = random_params(SHAPES)
     optimizer = FusedAdamS(params)
-    optimizer.param_groups[0]["state_dtype"] = "4bit"
-    with pytest.raises(ValueError, match="state_dtype='4bit', wanted one of"):
-        run(params, random_grads([(3,)], 1), optimizer)
+    with pytest.raises(ValueError, match=r"grad_sumsq_provider=3\.0, wanted a function"):
+        optimizer.grad_sumsq_provider = 3.0  # type: ignore[assignment]
+    optimizer.grad_sumsq_provider = lambda: 12.0  # type: ignore[assignment,return-value]
+    with pytest.raises(ValueError, match=r"grad_sumsq_provider returned 12\.0, wanted a pair"):
+        run(params, random_grads(SHAPES, 1), optimizer)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("grad_sumsq", [nan, at_cpu(nan), float("inf")], ids=str)
+def test_a_step_that_may_be_skipped_takes_any_sum(grad_sumsq: Any) -> None:
+    """It is what bad gradients have, and what tells to skip."""
+    params = random_params(SHAPES)
+    before = [param.detach().clone() for param in params]
+    optimizer = FusedAdamS(params, skip_nonfinite=True)
+    for param in params:
+        param.grad = torch.full_like(param, nan)
+    optimizer.step(grad_sumsq=grad_sumsq)
+    assert all(map(torch.equal, params, before))
+    assert int(optimizer.skipped_steps) == 1

@@ -133,28 +133,6 @@ def test_apex_keywords_are_accepted() -> None:
     assert params[0].grad is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": "cosine"}, "decay='cosine', wanted one of"),
-        ({"decay": "decoupled", "adam_w_mode": False}, "Use one of the two"),
-        ({"decay": "l2", "schedule": "lagged"}, "uses no schedule"),
-        ({"adam_w_mode": False, "schedule": "lagged"}, "uses no schedule"),
-        ({"schedule": "lagged", "skip_nonfinite": True}, "costs the same"),
-        ({"bias_correction": 1}, "bias_correction=1, wanted True or False"),
-    ],
-    ids=str,
-)
-def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fused(random_params([(5,)]), [{"params": [0]}], **options)
-
-
-def test_match_adamw_is_for_the_schedule() -> None:
-    with pytest.raises(ValueError, match="Set weight_decay instead"):
-        fused(random_params([(5,)]), [{"params": [0]}], decay="decoupled").match_adamw(weight_decay=0.1)
-
-
 def test_effective_weight_decay_of_decoupled_is_its_own(backend: str) -> None:
     params = random_params([(5,)])
     optimizer = fused(params, [{"params": [0]}], decay="decoupled", weight_decay=0.3, backend=backend)

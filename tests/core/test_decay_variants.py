@@ -335,30 +335,6 @@ def test_how_weights_decay_is_not_loaded() -> None:
     FusedAdamS(twins_of(params), decay="l2").load_state_dict(adam.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": "l2", **CORRECTED}, "corrected_decay=True with decay='l2'.*Use decay="),
-        ({"decay": "l2", **CAUTIOUS}, "cautious_decay=True with decay='l2'.*Use decay="),
-        ({"adam_w_mode": False, **CAUTIOUS}, "cautious_decay=True with decay='l2'"),
-        ({"decay": "independent", **CORRECTED}, "corrected_decay=True with decay='independent'"),
-        (
-            {"decay": "independent", "weight_decay": 1.0},
-            r"weight_decay=1.0 with decay='independent', wanted .* \[0, 1\)",
-        ),
-        ({"decay": "independent", "adam_w_mode": False}, "Use one of the two"),
-        ({"decay": "independent", "schedule": "lagged"}, "uses no schedule"),
-        ({"decay": "independent", "adamw_weight_decay": 0.1}, "Use weight_decay"),
-        ({"corrected_decay": 1}, "corrected_decay=1, wanted True or False"),
-        *(({"largest_lr": value}, "largest_lr=.*wanted a finite number > 0") for value in (0, -1.0, float("nan"), "1")),
-    ],
-    ids=str,
-)
-def test_what_means_nothing_is_refused(options: Options, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FusedAdamS(random_params([(5,)]), **options)
-
-
 def test_adamw_s_value_is_far_too_much_for_independent_decay() -> None:
     with pytest.warns(UserWarning, match="removes 10% of each weight"):
         FusedAdamS(random_params([(5,)]), decay="independent", weight_decay=0.1)

@@ -187,37 +187,6 @@ def test_given_and_computed_sums_take_turns(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        ({"grad_sumsq": -1.0}, {}, "wanted a number >= 0"),
-        ({"grad_sumsq": "3"}, {}, "wanted a number >= 0"),
-        ({"grad_sumsq": torch.ones(2)}, {}, "wanted one number"),
-        ({"numel": 3}, {}, "numel=3 without grad_sumsq"),
-        ({"grad_sumsq": 1.0, "numel": 0}, {}, "numel=0, wanted the number of elements"),
-        ({"grad_sumsq": 1.0}, {"schedule": "lagged"}, 'Use schedule="exact"'),
-        ({"grad_sumsq": 1.0}, {"amsgrad": True}, "amsgrad=True, whose maxima"),
-    ],
-)
-def test_what_a_given_sum_cannot_do(given: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    param = torch.nn.Parameter(torch.ones(3))
-    param.grad = torch.ones(3)
-    optimizer = FusedAdamS([param], **options)
-    with pytest.raises(ValueError, match=message):
-        optimizer.step(**given)
-    assert torch.equal(param, torch.ones(3))
-    assert not optimizer.state
-
-
-def test_groups_with_different_beta2_need_their_own_sums() -> None:
-    params = random_params([(3,), (4,)])
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:], "betas": (0.9, 0.95)}])
-    with pytest.raises(ValueError, match=r"different betas, \[0.95, 0.999\]"):
-        optimizer.step(grad_sumsq=7.0)
-
-
 # --- On shards
 
 

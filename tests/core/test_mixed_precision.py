@@ -101,29 +101,6 @@ def test_masters_follow_a_model_that_was_loaded(backend: str, dtype: torch.dtype
     assert not torch.equal(before[20:], before[20:].to(dtype).float())
 
 
-@pytest.mark.parametrize(("dtype", "key"), [(torch.bfloat16, "master_remainder"), (torch.float16, "master_param")])
-def test_masters_follow_after_a_step_that_was_refused(backend: str, dtype: torch.dtype, key: str) -> None:
-    """Each in a bucket of its own; the first no longer has its master's shape."""
-    params = random_params([(5,), (5,)], dtype)
-    groups = [{"params": [0], "amsgrad": True}, {"params": [1]}]
-    optimizer = fused(params, groups, master_weights=True, lr=0.0, backend=backend)
-    run(params, [[torch.ones_like(param) for param in params]], optimizer)
-    value = params[0].data
-    with torch.no_grad():
-        params[0].data = torch.zeros(1, dtype=dtype)
-        params[0].fill_(3.0)
-        params[1].fill_(7.0)
-    before = optimizer.state[params[0]][key].clone()
-    params[0].grad = None
-    with pytest.raises(RuntimeError, match=r"state of shape \(5,\).* now has shape \(1,\)"):
-        run(params, [[torch.ones_like(param) for param in params]], optimizer)
-    assert torch.equal(optimizer.state[params[0]][key], before)
-    params[0].grad = None
-    params[0].data = value
-    run(params, [[torch.ones_like(param) for param in params]], optimizer)
-    assert torch.equal(optimizer.master_param(params[1]), torch.full((5,), 7.0))
-
-
 def test_stochastic_rounding_is_unbiased(backend: str) -> None:
     """Each rounding is up or down; their mean over many elements is the value within four standard errors."""
     numel = 20_000
@@ -218,24 +195,6 @@ def test_state_dtype_on_request(backend: str) -> None:
     run(params, [[torch.zeros(shape) for shape in shapes]], optimizer)
     carried = 0.9 * stored / (1 - 0.9 ** (step + 1)) / sum(p.numel() for p in params)
     assert float(optimizer.exp_avg_sq_mean) == pytest.approx(carried, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "message"),
-    [
-        (torch.float32, {"master_weights": True}, "wider ones are their own masters"),
-        (torch.bfloat16, {"master_weights": True, "stochastic_rounding": True}, "Use one of the two"),
-        (torch.float16, {"stochastic_rounding": True}, "wanted some of torch.bfloat16"),
-        (torch.bfloat16, {"seed": 3}, "without stochastic_rounding"),
-        (torch.bfloat16, {"stochastic_rounding": True, "seed": -1}, "wanted a whole number"),
-        (torch.float32, {"state_dtype": torch.int8}, "wanted one of"),
-        (torch.bfloat16, {"master_weights": 1}, "wanted True or False"),
-    ],
-    ids=str,
-)
-def test_contradictions_are_refused(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fused(random_params([(5,)], dtype), ONE, **options)
 
 
 # --- Updates that bfloat16 cannot hold

@@ -10,11 +10,7 @@ import torch
 
 from swd_fused import FusedAdamS
 from swd_fused.options import (
-    COMPATIBILITY_CHECKS,
-    GLOBAL_CHECKS,
-    GROUP_CHECKS,
     GROUP_DEFAULTS,
-    GROUP_OPTIONS,
     Compatibility,
     Options,
 )
@@ -40,32 +36,6 @@ def test_the_constructor_has_the_options_of_the_tables() -> None:
 def test_each_option_is_explained(name: str) -> None:
     explained = f"{FusedAdamS.__doc__}{Compatibility.__doc__}"
     assert f"        {name}: " in explained or f"`{name}=" in explained
-
-
-def test_each_option_is_checked() -> None:
-    tables = GROUP_CHECKS, GLOBAL_CHECKS, COMPATIBILITY_CHECKS
-    unchecked = [name for checks in tables for name, own in checks.items() if not own]
-    assert unchecked == ["process_group"], "which has no check in the table, since `ShardedOver` has it"
-
-
-def test_defaults_are_what_is_wanted() -> None:
-    for name, default in (GROUP_DEFAULTS | Options._field_defaults).items():
-        assert all(check.accepts(default) for check in (GROUP_CHECKS | GLOBAL_CHECKS)[name])
-
-
-@pytest.mark.parametrize("name", sorted(ARGUMENTS | Compatibility.__optional_keys__))
-def test_nonsense_is_refused_by_the_constructor(name: str) -> None:
-    with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
-        FusedAdamS(random_params([(3,)]), **{name: object()})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", GROUP_OPTIONS)
-def test_nonsense_in_a_group_is_refused_by_the_next_step(name: str) -> None:
-    params = random_params([(3,)])
-    optimizer = FusedAdamS(params)
-    optimizer.param_groups[0][name] = object()
-    with pytest.raises(ValueError, match=f"FusedAdamS got {name}=<object"):
-        run(params, random_grads([(3,)], 1), optimizer)
 
 
 # --- Pickles

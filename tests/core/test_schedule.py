@@ -105,25 +105,6 @@ def test_lagged_with_betas_that_change(backend: str) -> None:
     assert error(params, [to_numpy(twin) for twin in twins]) < 1e-14
 
 
-@pytest.mark.backends(split=True)
-def test_lagged_after_a_step_that_was_refused(backend: str) -> None:
-    """It took no step, whichever parameters had a gradient in it."""
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 3, torch.float64)
-    twins = [copy.deepcopy(param) for param in params]
-    optimizer = FusedAdamS(params, schedule="lagged", lr=0.1, backend=backend)
-    peer = FusedAdamS(twins, schedule="lagged", lr=0.1, backend=backend)
-    run(params, grads[:2], optimizer)
-    run(twins, grads, peer)
-    state = optimizer.state[params[0]]
-    moment, state["exp_avg"] = state["exp_avg"], torch.zeros(3, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="state of shape"):
-        run(params, [[grads[2][0], None]], optimizer)
-    state["exp_avg"] = moment
-    run(params, grads[2:], optimizer)
-    torch.testing.assert_close(optimizer.exp_avg_sq_mean, peer.exp_avg_sq_mean, rtol=1e-12, atol=0)
-    assert error(params, [to_numpy(twin) for twin in twins]) < 1e-14
-
-
 def trained_on_digits(steps: int = 400, **options: Any) -> tuple[torch.Tensor, np.ndarray]:
     """The weights after training, and the effective weight decay of each step."""
     data = load_digits()

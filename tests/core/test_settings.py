@@ -14,44 +14,7 @@ from swd_fused import FusedAdamS
 from tests.device import DEVICE
 from tests.runs import random_grads, random_params, run
 
-nan = float("nan")
 SHAPES = [(300,), (31, 17)]
-
-BAD_VALUES: list[tuple[dict[str, Any], str, Any, str]] = [
-    *(({}, "max_grad_norm", value, "max_grad_norm=.*wanted a number > 0") for value in (-1.0, 0, nan, "1", True)),
-    ({"schedule": "lagged"}, "max_grad_norm", 1.0, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
-    ({"max_grad_norm": 1.0}, "schedule", "lagged", 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
-    ({"skip_nonfinite": True}, "schedule", "lagged", 'schedule="lagged" with skip_nonfinite=True'),
-    ({"decay": "l2"}, "schedule", "lagged", "schedule=\"lagged\" with decay='l2'"),
-    ({}, "schedule", "laged", "schedule='laged', wanted one of"),
-    ({}, "schedule", None, "schedule=None, wanted one of"),
-    ({}, "backend", "tpu", "backend='tpu', wanted one of"),
-    *(({}, "total_numel", value, "total_numel=.*wanted a whole number") for value in (0, True, 1.5, "900")),
-    ({}, "total_numel", 9, "total_numel=9, but this rank alone has 827"),
-    *(({}, "set_grad_none", value, "set_grad_none=.*wanted True or False") for value in (1, None)),
-    ({}, "grad_sumsq_provider", 3.0, "grad_sumsq_provider=3.0, wanted a function"),
-]
-
-
-def assert_refused(options: dict[str, Any], name: str, value: Any, error: type[Exception], message: str) -> None:
-    """Setting raises, and the run goes on as one in which nobody has tried to set anything."""
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
-    others = copy.deepcopy(params)
-    optimizer, untouched = FusedAdamS(params, **options), FusedAdamS(others, **options)
-    run(params, grads[:2], optimizer)
-    shown, before = repr(optimizer), getattr(optimizer, name, None)
-    with pytest.raises(error, match=message):
-        setattr(optimizer, name, value)
-    assert repr(optimizer) == shown
-    assert getattr(optimizer, name, None) == before
-    run(params, grads[2:], optimizer)
-    run(others, grads, untouched)
-    assert all(map(torch.equal, params, others))
-
-
-@pytest.mark.parametrize(("options", "name", "value", "message"), BAD_VALUES, ids=str)
-def test_bad_values_are_refused(options: dict[str, Any], name: str, value: Any, message: str) -> None:
-    assert_refused(options, name, value, ValueError, message)
 
 
 def test_attributes_of_others_are_theirs() -> None:
@@ -131,13 +94,6 @@ def test_a_backend_set_later_takes_the_steps(backend: str, later: Any, schedule:
     assert all(map(torch.equal, params, as_it_was[0])) == (later == backend)
 
 
-def test_a_backend_that_cannot_serve_is_refused() -> None:
-    optimizer = FusedAdamS([nn.Parameter(torch.ones(3, device="meta"))])
-    with pytest.raises(RuntimeError, match=r'backend="cpu" cannot serve torch\.float32 parameters on meta'):
-        optimizer.backend = "cpu"
-    assert optimizer.backend == "auto"
-
-
 def test_set_grad_none_and_provider_are_obeyed() -> None:
     (param,) = params = random_params([(3,)])
     optimizer = FusedAdamS(params)
@@ -154,21 +110,11 @@ def test_set_grad_none_and_provider_are_obeyed() -> None:
     assert float(optimizer.grad_norm) == pytest.approx(3.0**0.5)
 
 
-def test_a_provider_that_gives_something_else_is_told() -> None:
-    (param,) = params = random_params([(3,)])
-    param.grad = torch.ones(3)
-    optimizer = FusedAdamS(params)
-    optimizer.grad_sumsq_provider = lambda: 12.0  # type: ignore[assignment,return-value]
-    with pytest.raises(ValueError, match=r"grad_sumsq_provider returned 12\.0, wanted a pair"):
-        optimizer.step()
-    assert not optimizer.state
-
-
 def test_skipped_steps_can_be_set_back() -> None:
     (param,) = params = random_params([(3,)])
     optimizer = FusedAdamS(params, skip_nonfinite=True)
     for _ in range(2):
-        param.grad = torch.full((3,), nan)
+        param.grad = torch.full((3,), torch.nan)
         optimizer.step()
         optimizer.skipped_steps.zero_()
     optimizer.step()

@@ -111,3 +111,20 @@ def test_counters_that_a_user_keeps_advance(backend: str) -> None:
         counts.append([float(step) for step in mine])
     assert counts == [[11.0, 11.0], [11.0, 12.0], [12.0, 13.0]]
     assert steps_of(optimizer.state_dict()) == [12.0, 13.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [100, 100.0, torch.tensor(100), torch.tensor([100.0], dtype=torch.float64)], ids=str)
+def test_a_step_count_of_any_kind_is_obeyed(backend: str, count: Any) -> None:
+    params, grads = random_params(SHAPES[:2]), random_grads(SHAPES[:2], 4)
+    others = copy.deepcopy(params)
+    optimizer, expected = (FusedAdamS(two, backend=backend) for two in (params, others))
+    run(params, grads[:2], optimizer)
+    run(others, grads[:2], expected)
+    state_dict = copy.deepcopy(expected.state_dict())
+    state_dict["state"][1]["step"].fill_(100.0)
+    expected.load_state_dict(state_dict)
+    optimizer.state[params[1]]["step"] = copy.deepcopy(count)  # which is advanced in place if it is a tensor
+    run(params, grads[2:], optimizer)
+    run(others, grads[2:], expected)
+    assert all(map(torch.equal, params, others))
+    assert [float(optimizer.state[param]["step"]) for param in params] == [4.0, 102.0]
