@@ -112,26 +112,6 @@ def test_loaded_state_is_a_copy(backend: str) -> None:
     assert all(map(torch.equal, params, twins))
 
 
-def test_a_state_dict_follows_the_optimizer_as_torchs_does(backend: str) -> None:
-    """Nothing in it is a copy. If only some of it were, loading it later would mix moments with other step counts."""
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 6)
-    twins = [copy.deepcopy(param) for param in params]
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, grads[:1], optimizer)
-    saved = optimizer.state_dict()
-    run(params, [[grads[1][0], None, None], *grads[2:]], optimizer)  # the counters move to other memory
-    for state, (param, steps) in zip(saved["state"].values(), zip(params, (6, 5, 5), strict=True), strict=True):
-        assert state["step"] == steps
-        assert all(torch.equal(value, optimizer.state[param][key]) for key, value in state.items())
-    for twin, param in zip(twins, params, strict=True):
-        twin.data.copy_(param.data)
-    resumed = FusedAdamS(twins, backend=backend)
-    resumed.load_state_dict(saved)
-    run(params, grads[:2], optimizer)
-    run(twins, grads[:2], resumed)
-    assert all(map(torch.equal, params, twins))
-
-
 def test_step_counters_take_little_space() -> None:
     """They are views of one tensor, which torch.save writes once and pickle would write for each of them."""
     params = random_params([(2,)] * 500)
@@ -165,35 +145,6 @@ def test_entries_that_belong_to_no_parameter_are_kept(backend: str) -> None:
         run(params, random_grads(SHAPES, 2), optimizer)
         assert optimizer.state[params[0]]["step"] == steps
     optimizer.step(grad_sumsq=1.0, numel=51)  # looks at all state
-
-
-def test_loading_within_inference_mode(backend: str) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, grads[:1], optimizer)
-    with torch.inference_mode():
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(params, grads[1:], optimizer)
-    assert optimizer.state[params[0]]["step"] == 3
-
-
-def test_loading_within_a_compiled_function() -> None:
-    params = random_params(SHAPES)
-    first, second = FusedAdamS(params), FusedAdamS(params)
-    run(params, random_grads(SHAPES, 2), first)
-    torch.compile(lambda state: second.load_state_dict(state), backend="eager")(first.state_dict())
-    assert [float(second.state[param]["step"]) for param in params] == [2.0, 2.0, 2.0]
-
-
-def test_old_checkpoints_with_integer_steps(backend: str) -> None:
-    params = random_params([(5,)])
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, random_grads([(5,)], 2), optimizer)
-    saved = optimizer.state_dict()
-    saved["state"][0]["step"] = 7
-    optimizer.load_state_dict(saved)
-    run(params, random_grads([(5,)], 1), optimizer)
-    assert optimizer.state[params[0]]["step"] == 8
 
 
 def test_amsgrad_switched_on_in_the_middle(backend: str) -> None:

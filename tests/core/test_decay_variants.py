@@ -380,22 +380,3 @@ def test_the_warning_of_max_decay_knows_the_correction() -> None:
             warnings.simplefilter("always")
             optimizer.step()
         assert any("max_decay" in str(warning.message) for warning in caught) == warns
-
-
-@pytest.mark.backends(interpreted=False)
-def test_released_gradients_give_the_same_bits(backend: str) -> None:
-    torch.manual_seed(0)
-    models = [torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    options: Options = {**SCHEDULED, **CORRECTED, **CAUTIOUS, "schedule": "lagged", "backend": backend}
-    optimizers = [FusedAdamS(model.parameters(), **options) for model in models]
-    optimizers[1].release_gradients()
-    for lr in LRS:
-        data = torch.randn(4, 6)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    assert [own.param_groups[0]["largest_lr_so_far"] for own in optimizers] == pytest.approx([0.01, 0.01])

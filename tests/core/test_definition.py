@@ -112,14 +112,6 @@ def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dty
     assert errors[backend]["mean"] <= 2 * errors["torch"]["mean"] + 4 * torch.finfo(computes_in).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_moments_are_never_16_bits(backend: str, dtype: torch.dtype) -> None:
-    params = random_params([(10,)], dtype)
-    optimizer = fused(params, [{"params": [0]}], backend=backend)
-    run(params, random_grads([(10,)], 1, dtype), optimizer)
-    assert {optimizer.state[params[0]][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
-
-
 @pytest.mark.backends(split=True)
 def test_groups_may_differ_in_everything(backend: str) -> None:
     groups = [

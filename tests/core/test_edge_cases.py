@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from swd_fused import FusedAdamS
 from tests.runs import defined, error, is_interpreted, random_grads, random_params, run
@@ -190,6 +193,19 @@ def test_amsgrad_keeps_nan_as_torch_does(backend: str) -> None:
     run([param], [[torch.ones(20)]], optimizer)
     run([param], [[torch.full((20,), float("nan"))]], optimizer)
     assert optimizer.state[param]["max_exp_avg_sq"].isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"max_grad_norm": 1.0}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_steps_where_nothing_can_be_read(device: str, options: dict[str, Any]) -> None:
+    with FakeTensorMode() if device == "fake" else torch.device("meta"):
+        model = torch.nn.Linear(4, 3)
+        optimizer = FusedAdamS(model.parameters(), lr=0.1, **options)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    moment = optimizer.state[model.weight]["exp_avg"]
+    assert isinstance(moment, FakeTensor) if device == "fake" else moment.is_meta
 
 
 def available_memory() -> int:

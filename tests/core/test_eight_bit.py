@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import numpy as np
@@ -124,40 +123,6 @@ def test_the_same_codes_on_all_backends(backend: str, options: dict[str, Any], d
     assert differing <= 2e-4 * total + 1
     for param, other in zip(*results, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
-
-
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.float32, {}),
-        (torch.float32, {"schedule": "lagged", "seed": 7}),
-        (torch.float32, {"amsgrad": True, "max_grad_norm": 0.5}),
-        (torch.bfloat16, {"stochastic_rounding": True}),
-        (torch.bfloat16, {"master_weights": True, "schedule": "lagged"}),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_is_the_same_to_the_bit(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    shapes = shapes_for(backend)
-    steps = steps_for(backend, 8)
-    params, grads = random_params(shapes, dtype), random_grads(shapes, steps, dtype)
-    optimizer = FusedAdamS(one_group(params), state_dtype="8bit", backend=backend, **options)
-    run(params, grads[: steps // 2], optimizer)
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "params": params}, file)
-    run(params, grads[steps // 2 :], optimizer)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
-    peer = FusedAdamS(one_group(resumed), state_dtype="8bit", backend=backend, **options)
-    peer.load_state_dict(saved["optimizer"])
-    run(resumed, grads[steps // 2 :], peer)
-    for param, other in zip(params, resumed, strict=True):
-        assert torch.equal(param, other)
-        for key, value in optimizer.state[param].items():
-            assert torch.equal(value, peer.state[other][key])
-    assert float(optimizer.exp_avg_sq_mean) == float(peer.exp_avg_sq_mean)
 
 
 @pytest.mark.backends(interpreted=False)

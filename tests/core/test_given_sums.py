@@ -1,4 +1,4 @@
-"""Steps that are told the sum of squared gradients: the same result without pass 1, by parts too, on shards too."""
+"""Steps that are told the sum of squared gradients: the same result without pass 1, by parts too."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from swd_fused import FusedAdamS
 from swd_fused.backends import choose
 from tests.definition import AdamS, wide
-from tests.distributed.ranks import once_on_ranks
-from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train
-from tests.distributed.sharded_model import defined as defined_model
 from tests.runs import defined, error, random_grads, random_params, steps_for
 
 SHAPES = [(300,), (40, 5), (), (7, 3)]
@@ -185,51 +179,6 @@ def test_given_and_computed_sums_take_turns(backend: str) -> None:
         given[2].update(given[1])
         optimizer.step(**given[t % 3])
     assert error(params, reference.params) < 1e-14
-
-
-# --- On shards
-
-
-def clipped_by_torch(with_numel: bool) -> tuple[Record, list[int]]:
-    """The norm that `clip_grad_norm_` returns, before it clips, is the one thing that is needed."""
-    torch.manual_seed(0)
-    model = new_model()
-    numels = [param.numel() for param in model.parameters()]
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = FusedAdamS(param_groups(model), lr=LR)
-    all_reduces = [0]
-    all_reduce = dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        all_reduces[-1] += 1
-        return all_reduce(*args, **kwargs)
-
-    def step(optimizer: FusedAdamS) -> None:
-        params = [param for param in model.parameters() if param.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
-        clipped = norm * (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1)
-        all_reduces.append(0)
-        dist.all_reduce = counting
-        try:
-            optimizer.step(grad_sumsq=clipped**2, numel=sum(numels) if with_numel else None)
-        finally:
-            dist.all_reduce = all_reduce
-
-    return train(model, optimizer, range(0, 12, 3), step=step), all_reduces[1:]
-
-
-def run_cases() -> dict[bool, tuple[Record, list[int]]]:
-    return {with_numel: clipped_by_torch(with_numel) for with_numel in (False, True)}
-
-
-@pytest.mark.parametrize("with_numel", [False, True])
-def test_a_given_sum_on_shards(with_numel: bool) -> None:
-    """Told how many elements there are, ranks have nothing to ask each other after the first step."""
-    reference = defined_model(steps=range(0, 12, 3))
-    for answers in once_on_ranks(2, run_cases):
-        record, all_reduces = answers[with_numel]
-        assert distance(record, reference) < 1e-10
-        assert all_reduces == ([1, 0, 0, 0] if with_numel else [1, 1, 1, 1])
 
 
 @pytest.mark.backends(interpreted=False)

@@ -106,15 +106,18 @@ def assert_same_bits(model: Net, optimizer: FusedAdamS, other: Net, other_optimi
         (torch.bfloat16, {"master_weights": True}),
         (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": "8bit"}),
         (torch.float32, {"bias_correction": False, "total_numel": 5000}),
+        (torch.float32, {"corrected_decay": True, "cautious_decay": True}),
     ],
-    ids=["float32", "amsgrad", "stochastic", "masters", "8 bits", "total_numel"],
+    ids=["float32", "amsgrad", "stochastic", "masters", "8 bits", "total_numel", "variants"],
 )
 @pytest.mark.usefixtures("_codes_of_small_tensors")
 def test_equals_the_lagged_step_bit_for_bit(
     backend: str, dtype: torch.dtype, options: dict[str, Any], gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients that come and go, and a resume in the middle."""
-    if is_interpreted(backend) and (gathered != GATHERED[1] or options.keys() & {"amsgrad", "total_numel"}):
+    if is_interpreted(backend) and (
+        gathered != GATHERED[1] or options.keys() & {"amsgrad", "total_numel", "corrected_decay"}
+    ):
         pytest.skip("takes long in the interpreter, and has no code of its own on Triton")
     monkeypatch.setattr(gradient_release, "GATHERED_BYTES", gathered)
     # Where a parameter is new, an ordinary step of the other backends adds up the mean in another order.

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 from swd_fused import FusedAdamS, param_groups
-from tests.distributed.ranks import on_ranks
 
 
 class GemmaRMSNorm(nn.Module):
@@ -250,35 +242,3 @@ def test_optimizer_knows_the_names() -> None:
     optimizer = FusedAdamS(param_groups(model, 1e-3), lr=1e-2)
     assert [group["name"] for group in optimizer.param_groups] == ["decay", "no_decay"]
     assert optimizer.param_groups[0]["param_names"] == names(param_groups(model))["decay"]
-
-
-def on_a_rank() -> tuple[dict[str, list[str]], bool]:
-    """Returns the groups after sharding, and whether a checkpoint with the groups' names leads to the same weights."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2,))
-    found = names(param_groups(fully_shard(Model(), mesh=mesh)))
-    model = fully_shard(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4)), mesh=mesh)
-
-    def train(optimizer: FusedAdamS) -> Tensor:
-        (model(torch.arange(6)) - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return model[1].weight.full_tensor().clone()  # type: ignore[no-any-return,union-attr,operator]
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    optimizer = FusedAdamS(param_groups(model), lr=1e-2)
-    train(optimizer)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = get_optimizer_state_dict(model, optimizer, options=options)
-    saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in saved.items()}
-    expected = train(optimizer)
-    model.load_state_dict(weights)
-    resumed = FusedAdamS(param_groups(model), lr=1e-2)
-    set_optimizer_state_dict(model, resumed, saved, options=options)
-    return found, torch.equal(train(resumed), expected)
-
-
-def test_sharded_models() -> None:
-    for found, as_before in on_ranks(2, on_a_rank):
-        assert found == names(param_groups(Model()))
-        assert as_before

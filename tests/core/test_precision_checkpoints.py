@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from swd_fused import FusedAdamS
 from tests.runs import defined, error, fused, random_grads, random_params, run, steps_for
 
-SHAPES = [(700,), (31, 17), ()]
-GROUPS = [{"params": [0, 1, 2], "lr": 1e-2, "weight_decay": 2e-3}]
+SHAPES = [(700,), (31, 17), (), (3, 300)]
+GROUPS = [{"params": range(len(SHAPES)), "lr": 1e-2, "weight_decay": 2e-3}]
 
 COMBINATIONS: list[Any] = [
     (torch.bfloat16, {"master_weights": True}),
@@ -27,6 +26,9 @@ COMBINATIONS: list[Any] = [
     (torch.float32, {"decay": "decoupled"}),
     (torch.bfloat16, {"master_weights": True, "state_dtype": "8bit", "seed": 5}),
     (torch.float32, {"decay": "l2", "bias_correction": False}),
+    (torch.float32, {"state_dtype": "8bit", "schedule": "lagged", "seed": 7}),
+    (torch.float32, {"state_dtype": "8bit", "amsgrad": True, "max_grad_norm": 0.5}),
+    (torch.bfloat16, {"state_dtype": "8bit", "stochastic_rounding": True}),
 ]
 
 
@@ -188,28 +190,6 @@ def test_state_of_other_libraries_loads(step_in_group: bool, masters: str) -> No
     run(params, random_grads(SHAPES, 1, torch.bfloat16), optimizer)
     assert {float(optimizer.state[param]["step"]) for param in params} == {8.0}
     assert all(map(torch.equal, map(optimizer.master_param, params), expected))
-
-
-def test_decoupled_takes_adamw_s_weight_decay() -> None:
-    """There it means the same, so that a comparison can go on from AdamW's checkpoint."""
-    params = random_params(SHAPES)
-    adamw = torch.optim.AdamW(params, weight_decay=0.3)
-    run(params, random_grads(SHAPES, 1), adamw)
-    optimizer = fused(params, GROUPS, decay="decoupled")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.load_state_dict(adamw.state_dict())
-    assert optimizer.param_groups[0]["weight_decay"] == 0.3
-
-
-def test_old_checkpoints_without_newer_keys_load() -> None:
-    params, optimizer = trained(torch.float32)
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["maximize"], group["amsgrad"]
-    peer = fused(params, GROUPS)
-    peer.load_state_dict(state)
-    assert peer.param_groups[0]["maximize"] is False
 
 
 def test_stepping_within_backward_is_refused() -> None:

@@ -16,6 +16,7 @@ from tests.runs import is_interpreted, random_grads, random_params, run
 
 SHAPES = [(70_001,), (300, 50), (7,), (), (0,), (4, 3, 3, 3)]
 SMALL_SHAPES = [(1025,), (30, 20), (7,), (), (0,), (4, 3, 3, 3)]  # for Triton's interpreter
+FEW = [(20,), (30,), (7, 5)]
 OPTIONS = [
     pytest.param({}, id="exact"),
     pytest.param({"schedule": "lagged"}, id="lagged"),
@@ -173,24 +174,56 @@ def test_a_resumed_run_whose_gradients_are_aligned_otherwise(backend: str, sched
 
 
 @pytest.mark.backends(split=True)
-def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str) -> None:
-    """Resetting the moments in place, or replacing them, must not leave a stale sum behind."""
-    for write in (
-        lambda state: state["exp_avg_sq"].mul_(4.0),
-        lambda state: state.update(exp_avg_sq=state["exp_avg_sq"] * 4.0),
-    ):
+@pytest.mark.parametrize("key", ["exp_avg_sq", "max_exp_avg_sq"])
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str, schedule: str, key: str) -> None:
+    """Resetting the moments in place, or replacing them, must not leave a stale sum behind. The state loaded anew is
+    what it must equal."""
+    options: dict[str, Any] = {"schedule": schedule, "backend": backend, "amsgrad": key != "exp_avg_sq"}
+    for write in (lambda state: state[key].mul_(100), lambda state: state.update({key: state[key] * 100})):
         shapes = shapes_for(backend)
-        params, grads = random_params(shapes), random_grads(shapes, 4)
+        params, grads = random_params(shapes), random_grads(shapes, 3)
+        optimizer = FusedAdamS(params, **options)
+        run(params, grads[:2], optimizer)
+        for param in params:
+            write(optimizer.state[param])
         twins = [copy.deepcopy(param) for param in params]
-        optimizers = [FusedAdamS(params, backend=backend), FusedAdamS(twins, backend=backend)]
-        for tensors, optimizer in zip((params, twins), optimizers, strict=True):
-            run(tensors, grads[:2], optimizer)
-            for param in tensors:
-                write(optimizer.state[param])
-        optimizers[1] = through_state_dict(optimizers[1], twins, backend=backend)
-        run(params, grads[2:], optimizers[0])
-        run(twins, grads[2:], optimizers[1])
+        resumed = through_state_dict(optimizer, twins, **options)
+        for tensors, each in ((params, optimizer), (twins, resumed)):
+            run(tensors, grads[2:], each)
+        assert torch.equal(optimizer.exp_avg_sq_mean, resumed.exp_avg_sq_mean)
         assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.parametrize("switched", [(False, False), (False, True), None], ids=str)
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_amsgrad_that_is_switched_between_steps_is_obeyed(
+    backend: str, schedule: str, switched: tuple[bool, bool] | None
+) -> None:
+    """Off and on again, where maxima are far above the second moments, in all groups or one; or one group's in exchange
+    for the other's. The state loaded anew is what it must equal."""
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.5), "schedule": schedule, "backend": backend}
+    at_first = (True, True) if switched else (True, False)
+    params = random_params(FEW)
+    optimizer = FusedAdamS([{"params": params[:2]}, {"params": params[2:]}], **options)
+    switch_amsgrad(optimizer, (True, True))
+    small = [[0.01 * grad for grad in grads] for grads in random_grads(FEW, 4)]
+    run(params, [*random_grads(FEW, 1), *small], optimizer)
+    for amsgrad in (at_first, switched or (False, True), at_first):
+        switch_amsgrad(optimizer, amsgrad)
+        others = copy.deepcopy(params)
+        loaded = FusedAdamS([{"params": others[:2]}, {"params": others[2:]}], **options)
+        loaded.load_state_dict(optimizer.state_dict())
+        run(params, small[:1], optimizer)
+        run(others, small[:1], loaded)
+        assert torch.equal(optimizer.exp_avg_sq_mean, loaded.exp_avg_sq_mean)
+        assert all(map(torch.equal, params, others))
+        run(params, small, optimizer)
+
+
+def switch_amsgrad(optimizer: FusedAdamS, amsgrad: tuple[bool, bool]) -> None:
+    for group, value in zip(optimizer.param_groups, amsgrad, strict=True):
+        group["amsgrad"] = value
 
 
 def test_a_state_that_was_cleared_starts_anew(backend: str) -> None:

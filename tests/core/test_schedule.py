@@ -221,13 +221,3 @@ def test_what_is_logged_is_unknown_before_the_first_step(backend: str) -> None:
     assert optimizer.exp_avg_sq_mean.isnan()
     assert optimizer.grad_norm.isnan()
     assert np.isnan(optimizer.effective_weight_decay()).all()
-
-
-def test_lr_zero_changes_no_weight_but_the_state(backend: str) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 2)
-    before = [param.detach().clone() for param in params]
-    optimizer = FusedAdamS(params, lr=0.0, backend=backend)
-    run(params, grads, optimizer)
-    assert all(map(torch.equal, params, before))
-    assert optimizer.effective_weight_decay()[0] > 0
-    assert optimizer.state[params[0]]["exp_avg"].any()

@@ -14,15 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import swd_fused
 from swd_fused import FusedAdamS, metrics
 from swd_fused.core import sources
 from swd_fused.core import step as step_module
 from swd_fused.decay.warning import DecayWarning
+from tests.core.test_param_groups import Model, names
 from tests.distributed import sharded_model
 from tests.distributed.ranks import once_on_ranks
 from tests.distributed.sharded_model import LR, MAX_GRAD_NORM, Record, distance, new_model, param_groups, train, whole
@@ -280,8 +287,77 @@ def reads_by_the_host() -> dict[str, set[str]]:
     return answers
 
 
+def clipped_by_torch(with_numel: bool) -> tuple[Record, list[int]]:
+    """The norm that `clip_grad_norm_` returns, before it clips, is the one thing that a given sum needs."""
+    torch.manual_seed(0)
+    model = new_model()
+    numels = [param.numel() for param in model.parameters()]
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = FusedAdamS(param_groups(model), lr=LR)
+    all_reduces = [0]
+    all_reduce = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        all_reduces[-1] += 1
+        return all_reduce(*args, **kwargs)
+
+    def step(optimizer: FusedAdamS) -> None:
+        params = [param for param in model.parameters() if param.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
+        clipped = norm * (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1)
+        all_reduces.append(0)
+        dist.all_reduce = counting
+        try:
+            optimizer.step(grad_sumsq=clipped**2, numel=sum(numels) if with_numel else None)
+        finally:
+            dist.all_reduce = all_reduce
+
+    return train(model, optimizer, range(0, 12, 3), step=step), all_reduces[1:]
+
+
+def clips_by_the_norm_of_all() -> tuple[float, float]:
+    """Each rank's own norm is below the bound."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedAdamS([param], max_grad_norm=1.0, process_group=dist.group.WORLD)
+    param.grad = torch.full((4,), 0.8 / 2)
+    optimizer.step()
+    return float(optimizer.grad_norm), optimizer.metrics()["clipped_share"]
+
+
+def named_groups() -> tuple[dict[str, list[str]], bool]:
+    """Returns the groups after sharding, and whether a checkpoint with the groups' names leads to the same weights."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    found = names(swd_fused.param_groups(fully_shard(Model(), mesh=mesh)))
+    model = fully_shard(
+        torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)), mesh=mesh
+    )
+
+    def train(optimizer: FusedAdamS) -> Tensor:
+        (model(torch.arange(6)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model[1].weight.full_tensor().clone()  # type: ignore[no-any-return,union-attr,operator]
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer = FusedAdamS(swd_fused.param_groups(model), lr=1e-2)
+    train(optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in saved.items()}
+    expected = train(optimizer)
+    model.load_state_dict(weights)
+    resumed = FusedAdamS(swd_fused.param_groups(model), lr=1e-2)
+    set_optimizer_state_dict(model, resumed, saved, options=options)
+    return found, torch.equal(train(resumed), expected)
+
+
 CASES: dict[int, dict[str, Callable[[], Any]]] = {
     2: {
+        "given": functools.partial(clipped_by_torch, False),
+        "given with numel": functools.partial(clipped_by_torch, True),
+        "clips": clips_by_the_norm_of_all,
+        "groups": named_groups,
         "spread": spread_over_ranks,
         "spread, torch": functools.partial(spread_over_ranks, backend="torch"),
         "last": all_on_the_last_rank,
@@ -406,3 +482,25 @@ def test_state_is_redistributed_as_the_parameter_is() -> None:
 
 def test_repr_names_the_ranks() -> None:
     assert all("process_group: ranks [0, 1]\n" in answers["repr"] for answers in results(2))
+
+
+@pytest.mark.parametrize("case", ["given", "given with numel"])
+def test_a_given_sum_on_shards(case: str) -> None:
+    """Told how many elements there are, ranks have nothing to ask each other after the first step."""
+    reference = sharded_model.defined(steps=range(0, 12, 3))
+    for answers in results(2):
+        record, all_reduces = answers[case]
+        assert distance(record, reference) < 1e-10
+        assert all_reduces == ([1, 0, 0, 0] if case == "given with numel" else [1, 1, 1, 1])
+
+
+def test_steps_that_clip_are_counted_by_the_norm_of_all() -> None:
+    for answers in results(2):
+        assert answers["clips"] == (pytest.approx(0.8 * 2**0.5), 1)
+
+
+def test_param_groups_of_sharded_models() -> None:
+    for answers in results(2):
+        found, as_before = answers["groups"]
+        assert found == names(swd_fused.param_groups(Model()))
+        assert as_before

@@ -1,0 +1,203 @@
+"""The share of steps that clipping has changed, and the warning where it leaves nothing of the schedule."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from swd_fused import FusedAdamS, clipping_warning
+from tests.device import DEVICE
+from tests.runs import fused, random_params, run
+
+STEPS = 12  # looked at by the warning, in place of 300
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping_warning, "SCHEDULED_STEPS", STEPS)
+
+
+def of_norm(norm: float, *sizes: int) -> list[torch.Tensor]:
+    """Returns a step's gradients that have this norm together."""
+    return [torch.full((size,), norm / math.sqrt(sum(sizes))) for size in sizes]
+
+
+def share(optimizer: FusedAdamS) -> float:
+    return optimizer.metrics()["clipped_share"]
+
+
+ONE_BUCKET = [{"params": [0, 1]}]
+TWO_BUCKETS = [{"params": [0], "amsgrad": True}, {"params": [1]}]
+
+
+@pytest.mark.parametrize("groups", [ONE_BUCKET, TWO_BUCKETS], ids=["one bucket", "two buckets"])
+@pytest.mark.parametrize("decay", ["scheduled", "decoupled"])
+def test_share_of_steps(backend: str, groups: list[dict[str, Any]], decay: str) -> None:
+    params = random_params([(6,), (10,)])
+    optimizer = fused(params, groups, backend=backend, decay=decay, max_grad_norm=1.0)
+    assert math.isnan(share(optimizer))
+    for norm, wanted in [(3.0, 1.0), (0.5, 1 / 2), (0.9, 1 / 3), (1.1, 2 / 4)]:
+        run(params, [of_norm(norm, 6, 10)], optimizer)
+        assert share(optimizer) == wanted
+    optimizer.max_grad_norm = 10.0
+    run(params, [of_norm(3.0, 6, 10)], optimizer)
+    assert share(optimizer) == 2 / 5
+
+
+def test_only_steps_that_may_clip_count(backend: str) -> None:
+    params = random_params([(6,)])
+    optimizer = fused(params, [{"params": [0]}], backend=backend)
+    run(params, [of_norm(3.0, 6)], optimizer)
+    assert "clipped_share" not in optimizer.metrics()
+    optimizer.max_grad_norm = 1.0
+    run(params, [of_norm(3.0, 6)], optimizer)
+    assert share(optimizer) == 1
+
+
+def test_a_share_of_one_means_that_the_schedule_is_constant(backend: str) -> None:
+    params = random_params([(16,)])
+    optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=0.1)
+    decays = []
+    for norm in (30.0, 5.0, 0.7):
+        run(params, [of_norm(norm, 16)], optimizer)
+        decays += optimizer.effective_weight_decay()
+    assert share(optimizer) == 1
+    assert decays == pytest.approx([5e-4 * math.sqrt(16) / 0.1] * 3, rel=1e-5)
+
+
+def test_skipped_steps_do_not_count(backend: str) -> None:
+    params = random_params([(6,)])
+    optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=1.0, skip_nonfinite=True)
+    run(params, [of_norm(3.0, 6), of_norm(math.inf, 6), of_norm(math.nan, 6), of_norm(0.5, 6)], optimizer)
+    assert int(optimizer.skipped_steps) == 2
+    assert share(optimizer) == 1 / 2
+
+
+def test_unscaled_gradients_count(backend: str) -> None:
+    params = random_params([(6,)])
+    optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    for norm in (0.5, 3.0, math.inf):
+        params[0].grad = of_norm(norm, 6)[0] * 1024
+        scaler.scale(torch.zeros(()))  # makes the scale
+        scaler.step(optimizer)
+        scaler.update()
+    assert share(optimizer) == 1 / 2
+
+
+def test_a_step_in_parts_counts_once(backend: str) -> None:
+    """As DeepSpeed takes it: the sum is that of the whole model."""
+    params = random_params([(6,), (10,)])
+    optimizer = fused(params, ONE_BUCKET, backend=backend, max_grad_norm=1.0)
+    for norm in (3.0, 0.5, 0.9):
+        grads = of_norm(norm, 6, 10)
+        for index, grad in enumerate(grads):
+            params[index].grad, params[1 - index].grad = grad, None
+            optimizer.step(grad_sumsq=norm**2, numel=16)
+    assert share(optimizer) == 1 / 3
+
+
+def test_the_share_survives_copies_and_is_no_part_of_the_state() -> None:
+    params = random_params([(6,)])
+    optimizer = fused(params, [{"params": [0]}], max_grad_norm=1.0)
+    run(params, [of_norm(3.0, 6), of_norm(0.5, 6)], optimizer)
+    assert share(copy.deepcopy(optimizer)) == share(pickle.loads(pickle.dumps(optimizer))) == 1 / 2
+    assert "clip" not in str(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert share(optimizer) == 1 / 2
+
+
+# --- The warning
+
+
+def optimizer_of(**options: Any) -> FusedAdamS:
+    param = torch.nn.Parameter(torch.ones(SIZE, device=DEVICE))
+    return FusedAdamS([param], **{"max_grad_norm": 1.0, "lr": 1e-5, **options})
+
+
+def messages_in(optimizer: FusedAdamS, norms: list[float]) -> list[tuple[int, str]]:
+    """Takes a step with gradients of each norm. Returns the warnings, with the step before which they came."""
+    found = []
+    for index, norm in enumerate(norms):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.full_like(param, norm / math.sqrt(SIZE))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        found += [(index, str(warning.message)) for warning in caught]
+        if DEVICE != "cpu":
+            torch.accelerator.synchronize()
+    return found
+
+
+def test_warns_once_where_all_steps_were_clipped(backend: str) -> None:
+    optimizer = optimizer_of(backend=backend)
+    ((step, message),) = messages_in(optimizer, [3.0] * (STEPS + 3))
+    assert step == STEPS
+    assert "All of the first 12 scheduled steps were clipped to max_grad_norm=1" in message
+    assert "the schedule is constant" in message
+    assert 'decay="decoupled"' in message
+    assert messages_in(optimizer, [3.0] * STEPS) == []
+
+
+@pytest.mark.parametrize("unclipped", [0, 5, STEPS - 1])
+def test_one_step_that_was_not_clipped_is_enough(unclipped: int) -> None:
+    norms = [3.0] * (2 * STEPS)
+    norms[unclipped] = 0.5
+    assert messages_in(optimizer_of(), norms) == []
+
+
+@pytest.mark.parametrize("options", [{"decay": "decoupled"}, {"weight_decay": 0.0}, {"max_grad_norm": None}])
+def test_nothing_to_warn_of_without_a_schedule_or_clipping(options: dict[str, Any]) -> None:
+    assert messages_in(optimizer_of(**options), [3.0] * (STEPS + 3)) == []
+
+
+def test_calibration_does_not_count() -> None:
+    """There weights decay as AdamW's by intention."""
+    calibrated = {"adamw_weight_decay": 0.1, "calibration_steps": 5}
+    ((step, _),) = messages_in(optimizer_of(**calibrated), [0.5] * 5 + [3.0] * (STEPS + 3))
+    assert step == 5 + STEPS
+    assert messages_in(optimizer_of(**calibrated), [3.0] * STEPS + [0.5] * (STEPS + 3)) == []
+
+
+def test_skipped_steps_say_nothing() -> None:
+    optimizer = optimizer_of(skip_nonfinite=True)
+    assert messages_in(optimizer, [math.inf] * (STEPS + 3)) == []
+
+
+def test_steps_in_parts() -> None:
+    """As DeepSpeed takes them: the sum is that of the whole model, and each step counts once."""
+    optimizer = optimizer_of()
+    (param,) = optimizer.param_groups[0]["params"]
+    other = torch.nn.Parameter(torch.ones(SIZE, device=DEVICE))
+    optimizer.add_param_group({"params": [other]})
+    steps = []
+    for index in range(STEPS + 3):
+        for part, absent in ((param, other), (other, param)):
+            part.grad, absent.grad = torch.ones_like(part), None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step(grad_sumsq=2.0 * SIZE, numel=2 * SIZE)
+            steps += [index] * len(caught)
+    assert steps == [STEPS - 1]  # with the second part of this step, which was counted with the first
+
+
+def test_as_an_error_it_leaves_everything_as_it_was() -> None:
+    optimizer = optimizer_of()
+    assert messages_in(optimizer, [3.0] * STEPS) == []
+    (param,) = optimizer.param_groups[0]["params"]
+    before = copy.deepcopy((param.detach(), optimizer.state_dict()["state"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="were clipped"):
+            optimizer.step()
+    torch.testing.assert_close((param.detach(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    assert messages_in(optimizer, [3.0]) == []
+    assert not torch.equal(param.detach(), before[0])
