@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu_modes import MODES, Mode
-from swd_fused.backends.triton.compilation import Variant, launcher_for
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import resident_programs
-from swd_fused.backends.triton.parts import Dtypes
+from swd_fused.backends.triton.launch import Dtypes, Variant, launcher_for, resident_programs
 
 # Of steps that need several launches: two dtypes or devices, gradients that are released.
 SEVERAL_LAUNCHES = ("stored_sums_kernel", "gradient_sums_kernel", "update_kernel", "last_exp_avg_sq_sum_kernel")

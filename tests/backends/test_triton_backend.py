@@ -18,7 +18,8 @@ from swd_fused.backends.triton import launch, plan
 from swd_fused.backends.triton import operands as triton_operands
 from swd_fused.backends.triton.kernels import kernels, passes
 from swd_fused.backends.triton.kernels.tables import HYPER, SLOT, SUM, TENSOR
-from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, SEGMENT_COST, Dtypes, Part, segments_of
+from swd_fused.backends.triton.launch import BLOCK, Dtypes
+from swd_fused.backends.triton.plan import MAX_SEGMENT, SEGMENT_COST, Part, segments_of
 from swd_fused.devices.transfer import from_host
 from tests.backends.triton_launches import launches
 from tests.runs import random_grads, random_params, run

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.backends.triton.kernels import tables
-from swd_fused.backends.triton.parts import BLOCK, MAX_SEGMENT, segments_of
+from swd_fused.backends.triton.launch import BLOCK
+from swd_fused.backends.triton.plan import MAX_SEGMENT, segments_of
 from swd_fused.core import bucket
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES, BlockNumbers

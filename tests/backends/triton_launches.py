@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from swd_fused.backends.triton import backend, compilation, launch
+from swd_fused.backends.triton import backend, launch
 
 
 @contextmanager
@@ -18,6 +18,6 @@ def launches(split: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "INTERPRETED_PROGRAMS", 3)
         patch.setattr(backend, "can_wait", lambda *_: False)
-        compilation.programs_on.cache_clear()
+        launch.programs_on.cache_clear()
         yield
-    compilation.programs_on.cache_clear()
+    launch.programs_on.cache_clear()

@@ -70,9 +70,9 @@ def test_sizes_around_tritons_limits(backend: str, numel: int) -> None:
 @pytest.mark.backends(without=("torch", "cpu"), split=True)
 def test_segments_that_are_full(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At their real length of 2^18 elements the interpreter would take long."""
-    from swd_fused.backends.triton import parts as triton_parts
+    from swd_fused.backends.triton import plan
 
-    monkeypatch.setattr(triton_parts, "MAX_SEGMENT", 2 * triton_parts.BLOCK)
+    monkeypatch.setattr(plan, "MAX_SEGMENT", 2 * plan.BLOCK)
     assert_as_defined(backend, [(1023,), (1024,), (1025,), (5000,)], steps=3)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from swd_fused import decay
 from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
-from swd_fused.backends.triton.parts import ALIGNMENT, segments_of
+from swd_fused.backends.triton.launch import ALIGNMENT
+from swd_fused.backends.triton.plan import segments_of
 from swd_fused.core.bucket import NO_GRAD
 from swd_fused.core.values import hyper_row
 from swd_fused.options import GROUP_DEFAULTS

@@ -12,10 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swd_fused.backends.triton.compilation import Variant, compile_options, constants_for
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import ARGUMENTS, FEW_SPILLS, MORE_REGISTERS
-from swd_fused.backends.triton.parts import Dtypes
+from swd_fused.backends.triton.launch import (
+    ARGUMENTS,
+    FEW_SPILLS,
+    MORE_REGISTERS,
+    Dtypes,
+    Variant,
+    compile_options,
+    constants_for,
+)
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
 

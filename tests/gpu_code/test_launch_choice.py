@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS, backends
-from swd_fused.backends.triton import compilation, launch
+from swd_fused.backends.triton import launch
 
 
 class Noted:
@@ -51,10 +51,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(backends, "choose", lambda *_: backends.load_triton_backend())
-    for cached in (compilation.launcher_for, compilation.programs_on):
+    for cached in (launch.launcher_for, launch.programs_on):
         cached.cache_clear()
     yield noted
-    for cached in (compilation.launcher_for, compilation.programs_on):
+    for cached in (launch.launcher_for, launch.programs_on):
         cached.cache_clear()
 
 

@@ -9,14 +9,9 @@ from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
-from swd_fused.backends.triton.plan import Plan
+from swd_fused.backends.triton.plan import PASSES, Plan
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.schedule import Gate
-
-# Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
-# a lagged run the first step, the first after a resume, and each that releases gradients are taken in passes. On
-# another grid tensors would be cut elsewhere, and the mean would have other last bits.
-PASSES = kernels.lagged_step_kernel
 
 
 class TritonBackend:
@@ -40,20 +35,14 @@ class TritonBackend:
 
     def pass1(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
-        totals = plan.new_totals(bucket)
-        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
-            written = row, part.sums, part.slots, part.counter
-            plan.launch(kernels.gradient_sums_kernel, bucket, part, written)
-        return totals.sum(0)[SLOT.grad_sum : SLOT.max_sum]
+        return plan.launch_all(kernels.gradient_sums_kernel, bucket, {}).sum(0)[SLOT.grad_sum : SLOT.max_sum]
 
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan: Plan = bucket.plan
-        totals = plan.new_totals(bucket)
         factor = plan.one if grad_factor is None else grad_factor
-        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
-            written = row, part.slots, part.counter
-            plan.launch(kernels.max_exp_avg_sq_sum_kernel, bucket, part, written, factor)
-        return totals[:, SLOT.max_sum].sum()
+        return plan.launch_all(kernels.max_exp_avg_sq_sum_kernel, bucket, {"grad_factor": factor})[
+            :, SLOT.max_sum
+        ].sum()
 
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         plan: Plan = bucket.plan
@@ -77,17 +66,13 @@ class TritonBackend:
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
         plan: Plan = bucket.plan
-        plan.last = None
-        totals = plan.new_totals(bucket)
-        read = (
-            plan.limits(bucket),
-            exp_avg_sq_mean,
-            plan.one if grad_factor is None else grad_factor,
-            plan.zero if skip is None else skip,
-        )
-        for part, row in zip(plan.parts_for(PASSES, bucket), totals, strict=True):
-            written = row, part.sums, part.slots, part.counter
-            plan.launch(kernels.update_kernel, bucket, part, written, *read, sum_grads=sum_grads)
+        read = {
+            "limits": plan.limits(bucket),
+            "exp_avg_sq_mean": exp_avg_sq_mean,
+            "grad_factor": plan.one if grad_factor is None else grad_factor,
+            "skip": plan.zero if skip is None else skip,
+        }
+        totals = plan.launch_all(kernels.update_kernel, bucket, read, sum_grads)
         advance = bucket.has_grad.to(torch.float32)
         bucket.steps += advance if skip is None else advance * (1 - skip)
         plan.last = None
@@ -101,27 +86,25 @@ class TritonBackend:
         kernel = kernels.lagged_step_kernel if lagged else kernels.exact_step_kernel
         (part,) = plan.parts_for(kernel, bucket)
         results = torch.empty(3, dtype=torch.float64, device=bucket.device)
-        written = results, part.sums, part.slots, part.counter
-        read = (
-            plan.limits(bucket, gate.max_grad_norm),
-            plan.no_scale if gate.grad_scale is None else gate.grad_scale,
-            plan.no_inf if gate.found_inf is None else gate.found_inf,
-            len(bucket.params),
-        )
+        given = {
+            "results": results,
+            "limits": plan.limits(bucket, gate.max_grad_norm),
+            "grad_scale": plan.no_scale if gate.grad_scale is None else gate.grad_scale,
+            "found_inf": plan.no_inf if gate.found_inf is None else gate.found_inf,
+        }
         if lagged:
             corrections = [(row.beta2, row.corrects_bias) for row in bucket.hyper.rows]
             if plan.last is None or plan.corrections_of_last != corrections:
                 plan.corrections_of_last = corrections
                 plan.last = torch.empty(2, dtype=torch.float64, device=bucket.device)
                 plan.find_last(bucket, part, plan.last)
-            plan.launch(kernel, bucket, part, (*written, plan.last), *read, part.n_segments)
-        else:
-            try:
-                plan.launch(kernel, bucket, part, written, *read)
-            except RuntimeError as error:
-                if not refuses_cooperation(error, bucket.device):
-                    raise
-                return None
+            given["last"] = plan.last
+        try:
+            plan.launch(kernel, bucket, part, given)
+        except RuntimeError as error:
+            if lagged or not refuses_cooperation(error, bucket.device):
+                raise
+            return None
         plan.end(bucket)
         return results
 

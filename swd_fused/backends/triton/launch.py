@@ -1,26 +1,30 @@
-"""Compiling and launching the Triton kernels: once for each device and combination of dtypes, then at little cost."""
+"""Compiling and launching the Triton kernels: constants, options, registers and grids by combination of dtypes."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import re
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels, memory
+from swd_fused.core.bucket import Bucket
 from swd_fused.user_warning import warn_user
 
 # Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
 # autotuning: trial runs of an update would apply it again.
 THREADS: int = memory.THREADS.value
 BLOCK = 512
+ALIGNMENT = 16  # of the widest access, in bytes
 
 # To reach its bandwidth an H100 needs 18 KB on their way to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42
 # (8 TB/s at 800 ns). With 96 to 160 bytes of an update for each thread 3 or 4 programs are enough; more than 8 would
@@ -32,6 +36,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 # launch.
 CDNA = ("gfx90a", "gfx942", "gfx950")
 SIMDS, REGISTERS_OF_SIMD = 4, 512
+
+# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
+# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
+LOADS_IN_FLIGHT = 2
 
 # Tried in turn where a compiler spills more than a few registers at the number chosen for a kernel. A few are scalars
 # of a segment, which no loop over elements touches; with more registers fewer programs would be resident.
@@ -66,11 +74,12 @@ class Launcher:
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self._options = options
         self._compiled: Any = None
+        self.arguments = [name for name in kernel.arg_names if name in ARGUMENTS]
 
     def compiled(self) -> Any:
         """Compiles for the dtypes of the arguments; nothing is specialised to their values."""
         if self._compiled is None:
-            args = [ARGUMENTS[name] for name in self._kernel.arg_names if name in ARGUMENTS]
+            args = list(map(ARGUMENTS.__getitem__, self.arguments))
             with torch.cuda.device(self._device):
                 self._compiled = self._compile(args, self._options)
                 for most in MORE_REGISTERS:
@@ -102,6 +111,101 @@ class Launcher:
             compiled[programs, 1, 1](*values, *self._constants.values(), stream=stream.cuda_stream)
 
 
+# --- What kernels are compiled for
+
+
+class Dtypes(NamedTuple):
+    """The combination of dtypes that a kernel is compiled for."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq itself
+    weight: torch.dtype  # of what is updated: masters, their remainders in int16, or parameters themselves
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.averaged, torch.float32)
+
+    @property
+    def vector(self) -> int:
+        """Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a
+        warp is one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses."""
+        return ALIGNMENT // max(dtype.itemsize for dtype in self)
+
+
+class Variant(NamedTuple):
+    """Names what kernels are compiled for besides dtypes."""
+
+    amsgrad: bool
+    master: bool
+    stochastic: bool
+    adds_l2: bool = False
+    coded: bool = False  # whether any tensor's moments are kept in 8 bits
+    cautious: bool = False  # whether any group decays cautiously
+    averages: bool = False  # whether weights are averaged
+
+
+def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
+    stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
+    adds_l2, cautious = bucket.options.decay == "l2", any(row.cautious for row in bucket.hyper.rows)
+    masters, averages = bool(bucket.state.masters), bool(bucket.state.ema_params)
+    return Variant(bucket.amsgrad, masters, stochastic, adds_l2, coded, cautious, averages)
+
+
+@cache
+def launcher_for(
+    kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
+) -> Launcher:
+    # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
+    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    options = compile_options(kernel, dtypes, torch.version.hip is not None, warp_size)
+    return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
+
+
+# What the kernels see of that: Triton's dtypes, and elements in an access, in a block, and in one of the shorter blocks
+# where elements are taken singly, whose masks and addresses take many registers.
+Config = cast(Any, namedtuple("Config", [*Dtypes._fields, "compute", "vector", "block", "tail", *Variant._fields]))
+
+
+def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
+    """Returns the compile-time constants by the kernels' names for them."""
+    vectors = THREADS * dtypes.vector
+    # Tensors without codes are few and small among those that have them, and must not be what decides about registers.
+    sizes = dtypes.vector, vectors if variant.coded else LOADS_IN_FLIGHT * vectors, vectors // 2
+    names = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, dtypes.compute))
+    config = Config(*(getattr(tl, name) for name in names), *sizes, *variant)
+    return {"CONFIG": config, "GRAD": config.grad, "COMPUTE": config.compute, "SUM_GRADS": sum_grads}
+
+
+def compile_options(kernel: Any, dtypes: Dtypes, hip: bool, warp_size: int) -> dict[str, Any]:
+    # Fusion is said aloud, since Triton means to change its default.
+    options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+    if kernel is kernels.exact_step_kernel:
+        options["launch_cooperative_grid"] = True
+    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes)}
+
+
+def most_registers(kernel: Any, dtypes: Dtypes) -> int:
+    """Returns so few that enough programs are resident: 96 let 5 be, 128 let 4. Left alone NVIDIA's compiler takes up
+    to 255 for some kernels.
+
+    Found by compiling for sm_80, sm_90, sm_100 and sm_120. On the last one some kernels for 16-bit weights and 8-bit
+    moments spill in their loops, as do float64's on sm_100: `Launcher` gives them more.
+    """
+    has_16_bits = dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2
+    return 96 if kernel is kernels.exact_step_kernel and has_16_bits else 128
+
+
+@cache
+def programs_on(kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant) -> int:
+    """Returns as many programs of the kernel as the device holds at once."""
+    if INTERPRETED:
+        return INTERPRETED_PROGRAMS
+    return resident_programs(launcher_for(kernel, device, dtypes, variant, sum_grads=True).compiled(), device)
+
+
 def resident_programs(compiled: Any, device: torch.device) -> int:
     """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, of which
     the last is thin, and could not be launched cooperatively."""
@@ -119,6 +223,8 @@ def resident_programs(compiled: Any, device: torch.device) -> int:
     multiprocessors: int = properties.multi_processor_count
     return max(1, min(limits)) * multiprocessors
 
+
+# --- What a device can launch
 
 # Devices that have refused a cooperative launch of as many programs as they should hold.
 _refused_cooperation: set[torch.device] = set()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swd_fused.backends.triton.kernels.coded_segments import ROW_ALIGNMENT
 from swd_fused.backends.triton.kernels.tables import CODEC, TENSOR
-from swd_fused.backends.triton.parts import ALIGNMENT
+from swd_fused.backends.triton.launch import ALIGNMENT
 from swd_fused.core.bucket import NO_GRAD, Bucket
 from swd_fused.devices.transfer import from_host, int64s
 from swd_fused.state.eight_bit import rows_and_columns, scales_shape

@@ -1,29 +1,125 @@
-"""The Triton backend's plan of a bucket, kept from step to step."""
+"""The Triton backend's plan of a bucket, kept from step to step: segments of tensors, and which program walks which."""
 
 from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton.compilation import launcher_for, programs_on, variant_of
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
+from swd_fused.backends.triton.launch import BLOCK, Dtypes, launcher_for, programs_on, variant_of
 from swd_fused.backends.triton.operands import Operands
-from swd_fused.backends.triton.parts import Dtypes, Part
 from swd_fused.core.bucket import Bucket
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import from_host
-from swd_fused.state.eight_bit import CODE_DTYPES, rows_and_columns
+from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
+from swd_fused.state.eight_bit import CODE_DTYPES, blocks_of_row, rows_and_columns
 from swd_fused.state.rounding import rounding_start
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
+
+# Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
+# segment, 37 KB, is 0.4% of what they update in one of this length.
+MAX_SEGMENT = 512 * BLOCK
+
+# What a segment costs besides its elements, in elements: keeps the programs' shares even among small tensors.
+SEGMENT_COST = 2 * BLOCK
+
+EMPTY: Mapping[int, int] = MappingProxyType({})
+
+
+class Segment(NamedTuple):
+    tensor: int
+    start: int
+    length: int
+
+
+def segments_of(
+    numels: Mapping[int, int], programs: int, columns: Mapping[int, int] = EMPTY
+) -> tuple[list[Segment], list[int]]:
+    """Tensors, by number, cut into segments; and for each program its first segment, with the end of the last's.
+
+    Each program has an equal share of the cost. Cuts are at multiples of BLOCK, so that a tensor that is aligned at its
+    beginning is so in each segment. Tensors whose moments are kept in 8 bits, which have `columns`, are cut between
+    blocks of codes; a block that ends with its row costs as much as a whole one.
+    """
+    padded = {tensor: _padded(numel, columns.get(tensor)) for tensor, numel in numels.items()}
+    segments, first_of_programs = _equal_segments(padded, programs)
+    if columns:
+        segments = [_unpadded(segment, columns.get(segment.tensor)) for segment in segments]
+    return segments, first_of_programs
+
+
+def _padded(numel: int, columns: int | None) -> int:
+    """Returns the elements of a tensor with whole blocks of codes."""
+    return numel if not columns else numel // columns * blocks_of_row(columns) * CODE_BLOCK
+
+
+def _unpadded(segment: Segment, columns: int | None) -> Segment:
+    if columns is None:
+        return segment
+    per_row = blocks_of_row(columns)
+    ends = (place // CODE_BLOCK for place in (segment.start, segment.start + segment.length))
+    start, end = (block // per_row * columns + block % per_row * CODE_BLOCK for block in ends)
+    return Segment(segment.tensor, start, end - start)
+
+
+def _equal_segments(numels: Mapping[int, int], programs: int) -> tuple[list[Segment], list[int]]:
+    total = sum(numel + SEGMENT_COST for numel in numels.values())
+    segments, owners, position = [], [], 0
+    for tensor, numel in numels.items():
+        start = 0
+        while start < numel:
+            program = (position + start) * programs // total
+            next_share = -(-(program + 1) * total // programs) - position
+            count = min(numel - start, MAX_SEGMENT, -(-(next_share - start) // BLOCK) * BLOCK)
+            segments.append(Segment(tensor, start, count))
+            owners.append(program)
+            start += count
+        position += numel + SEGMENT_COST
+    return segments, [bisect_left(owners, program) for program in range(programs + 1)]
+
+
+class Part:
+    """The tensors of a bucket that have one combination of dtypes: what one launch serves."""
+
+    def __init__(
+        self,
+        dtypes: Dtypes,
+        numels: Mapping[int, int],
+        programs: int,
+        device: torch.device,
+        columns: Mapping[int, int] = EMPTY,
+    ) -> None:
+        self.dtypes = dtypes
+        self.coded = bool(columns)
+        blocks = sum(-(-numel // BLOCK) for numel in numels.values())
+        self.programs = max(1, min(programs, blocks))
+        segments, program_segments = segments_of(numels, self.programs, columns)
+        self.n_segments = len(segments)
+        rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
+        self.segments = from_host(rows, device)
+        self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
+        # -1 is no step count: nothing is known yet.
+        self.sums = torch.full((max(1, self.n_segments), SUM.columns), -1.0, dtype=torch.float64, device=device)
+        self.slots = torch.zeros(self.programs, SLOT.columns, dtype=torch.float64, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.launchers: dict[tuple[Any, bool], Any] = {}  # by kernel, and whether it sums gradients
+
+
+# Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
+# a lagged run the first step, the first after a resume, and each that releases gradients are taken in passes. On
+# another grid tensors would be cut elsewhere, and the mean would have other last bits.
+PASSES = kernels.lagged_step_kernel
 
 
 class Plan:
@@ -79,7 +175,7 @@ class Plan:
         parts = self._parts[kernel]
         if parts is not self._with_sums:
             for part in parts:
-                self.launch(kernels.stored_sums_kernel, bucket, part, [part.sums])
+                self.launch(kernels.stored_sums_kernel, bucket, part, {})
             self._with_sums, self.last = parts, None
         return parts
 
@@ -99,30 +195,39 @@ class Plan:
         self._with_sums = self.last = None
 
     def launch(
-        self,
-        kernel: Any,
-        bucket: Bucket,
-        part: Part,
-        written: Sequence[Tensor],
-        *others: Tensor | int,
-        sum_grads: bool = False,
+        self, kernel: Any, bucket: Bucket, part: Part, others: Mapping[str, Tensor], sum_grads: bool = False
     ) -> None:
-        """Launches a kernel with its first arguments, the tables that all kernels read, and its last arguments."""
+        """Launches a kernel with what it asks for by the names of its parameters: `others` are not the plan's own."""
         launcher = part.launchers.get((kernel, sum_grads))
         if launcher is None:
             variant = variant_of(bucket, part.dtypes, part.coded)
             launcher = launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
             part.launchers[kernel, sum_grads] = launcher
-        tables = bucket.steps, self.table, part.segments, part.program_segments, bucket.hyper.table
+        given: dict[str, Tensor | int] = {
+            "sums": part.sums,
+            "slots": part.slots,
+            "counter": part.counter,
+            "steps": bucket.steps,
+            "tensors": self.table,
+            "segments": part.segments,
+            "program_segments": part.program_segments,
+            "hyper": bucket.hyper.table,
+            "n_tensors": len(bucket.params),
+            "n_segments": part.n_segments,
+            **others,
+        }
         programs = 1 if kernel is kernels.last_exp_avg_sq_sum_kernel else part.programs
-        launcher(programs, *written, *tables, *others)
+        launcher(programs, *map(given.__getitem__, launcher.arguments))
 
-    def new_totals(self, bucket: Bucket) -> Tensor:
-        """A row for each part, with the columns of `slots`."""
-        return torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
+    def launch_all(self, kernel: Any, bucket: Bucket, others: Mapping[str, Tensor], sum_grads: bool = False) -> Tensor:
+        """Launches a pass for each part. Returns a row of totals for each, with the columns of `slots`."""
+        totals = torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
+        for part, row in zip(self.parts_for(PASSES, bucket), totals, strict=True):
+            self.launch(kernel, bucket, part, {"totals": row, **others}, sum_grads)
+        return totals
 
     def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
-        self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, [last, part.sums], part.n_segments)
+        self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, {"last": last})
 
     def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
         key = max_grad_norm, bucket.numel
