@@ -109,7 +109,7 @@ class TorchBackend:
             group = bucket.group_indices[index]
             row, factor = hyper.rows[group], decay_factors[group]
             scalars = Scalars(row, factor, step_sizes[index], epss[index], ema_weights[index])
-            sums[index] = 0.0
+            sums[index].zero_()  # `= 0.0` copies a number from the host, and waits for that
             for piece in pieces_of(bucket, index):
                 operands = piece.operands()
                 update_(operands, scaled(piece.of(grad), grad_factor, scalars.row), scalars)
