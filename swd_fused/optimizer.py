@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
+from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import Observer, take
 from swd_fused.core.stepper import Seams, Stepper
@@ -26,7 +27,6 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
-from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
 from swd_fused.options import BackendName, Compatibility, Options, Schedule, StateDtype, asked_options
 from swd_fused.settings import Checked, Setting, unwrapped

@@ -30,7 +30,7 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("averages", "clipping_warning"),
+    ("averages", "clipping"),
     ("metrics",),
     ("new_groups", "checkpoints"),
     ("settings",),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swd_fused import FusedAdamS, clipping_warning
+from swd_fused import FusedAdamS, clipping
 from tests.device import DEVICE
 from tests.runs import fused, random_params, run
 
@@ -21,7 +21,7 @@ SIZE = 16
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping_warning, "SCHEDULED_STEPS", STEPS)
+    monkeypatch.setattr(clipping, "SCHEDULED_STEPS", STEPS)
 
 
 def of_norm(norm: float, *sizes: int) -> list[torch.Tensor]:
