@@ -27,9 +27,18 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
-from swd_fused.new_groups import check_all, checked_defaults, listed, new_group
-from swd_fused.options import BackendName, Compatibility, Options, Schedule, StateDtype, asked_options
-from swd_fused.settings import Checked, Setting, unwrapped
+from swd_fused.new_groups import check_all, check_fit, checked_defaults, listed, new_group
+from swd_fused.options import (
+    BackendName,
+    Checked,
+    Compatibility,
+    Options,
+    Schedule,
+    Setting,
+    StateDtype,
+    asked_options,
+    unwrapped,
+)
 from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.master_weights import master_of
 
@@ -157,6 +166,7 @@ class FusedAdamS(Optimizer):
 
     def use(self, options: Options, changed: str) -> None:
         """Obeys checked options from the next step on. `changed` is the name of the one that is new."""
+        check_fit(options, self.numbered_params())
         if self._gradient_release is not None and not self._gradient_release.has_ended:
             self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from swd_fused.checks import (
     one_of,
 )
 from swd_fused.decay.kinds import Decay, DecayOptions, check_combination
+
+if TYPE_CHECKING:
+    from swd_fused.optimizer import FusedAdamS
 
 Schedule = Literal["exact", "lagged"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
@@ -311,3 +314,44 @@ def _check_lagged(options: Options) -> None:
                 'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
                 "which then costs the same."
             )
+
+
+# --- Attributes that users set after construction: obeyed from the next step on
+
+
+class Setting:
+    """An option of the whole optimizer as an attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
+        return self if optimizer is None else getattr(optimizer.options, self._name)
+
+    def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
+        optimizer.use(checked(optimizer.options._replace(**{self._name: value})), self._name)
+
+
+class Checked:
+    """An attribute that is checked when it is set."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
+        return self if optimizer is None else unwrapped(optimizer).__dict__[self._name]
+
+    def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
+        self._check.require(self._name, value)
+        unwrapped(optimizer).__dict__[self._name] = value
+
+
+def unwrapped(optimizer: FusedAdamS) -> FusedAdamS:
+    """Returns the optimizer itself where a wrapper poses as one: Lightning Fabric's is of a subclass, and has none of
+    its attributes."""
+    while "_stepper" not in optimizer.__dict__ and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -33,7 +33,6 @@ LAYERS = (
     ("averages", "clipping"),
     ("metrics",),
     ("new_groups", "checkpoints"),
-    ("settings",),
     ("optimizer",),
     ("adamw",),
     ("integrations", "paper", "self_test"),
