@@ -90,7 +90,7 @@ def test_masters_of_another_model_are_not_taken_over() -> None:
     params, optimizer = trained(torch.float16, master_weights=True)
     wide = [torch.nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in params]
     peer = fused(wide, GROUPS)
-    with pytest.warns(UserWarning, match=r"do not hold their values \(3 of torch.float32\): they are dropped"):
+    with pytest.warns(UserWarning, match=r"do not hold their values \(4 of torch.float32\): they are dropped"):
         peer.load_state_dict(optimizer.state_dict())
     assert all(not param.any() for param in wide)
     assert all("master_param" not in peer.state[param] for param in wide)
@@ -119,7 +119,7 @@ def test_dropping_masters_warns_once(dtype: torch.dtype) -> None:
     params, optimizer = trained(dtype, master_weights=True)
     saved = optimizer.state_dict()
     peer = fused(params, GROUPS)
-    with pytest.warns(UserWarning, match=rf"\(3 of {dtype}\).* dropped.*master_weights=True") as warned:
+    with pytest.warns(UserWarning, match=rf"\(4 of {dtype}\).* dropped.*master_weights=True") as warned:
         peer.load_state_dict(saved)
     assert [warning.filename for warning in warned] == [__file__]
     assert not [key for key in peer.state[params[0]] if "master" in key]
@@ -166,7 +166,7 @@ def foreign_state(step_in_group: bool, masters: str) -> tuple[list[torch.nn.Para
             state[i]["master_param"] = param.detach().float() * (1 + 2**-10)
         elif masters == "int16":
             state[i]["master_param"] = torch.full(param.shape, -5000, dtype=torch.int16)
-    group = {"params": [0, 1, 2], "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    group = {"params": list(state), "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     group |= {"bias_correction": True, "step": 7} if step_in_group else {}
     return params, {"state": state, "param_groups": [group]}
 
