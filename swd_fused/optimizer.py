@@ -39,6 +39,7 @@ from swd_fused.options import (
     asked_options,
     unwrapped,
 )
+from swd_fused.rms_grads import rms_by_param
 from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.master_weights import master_of
 
@@ -422,6 +423,19 @@ class FusedAdamS(Optimizer):
         """
         self._calibration.speak(self.param_groups)
         return metrics.metrics(self._stepper, self.param_groups, self._clipped)
+
+    @_disable_dynamo
+    def rms_grads(self) -> dict[str | int, float]:
+        """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
+
+        It is the root of the mean of v^, Adam's second moment, bias-corrected, so an average over the last steps of
+        gradients as the step has used them, clipped. Parameters that have taken no step are left out. Only after state
+        has been loaded or written to, and in wrappers that show one group at a time, does it read memory: otherwise the
+        last step has left the sums. Of DTensors it covers all shards, so all ranks must call this; of plain tensors it
+        covers the part that is here. Waits for the device.
+        """
+        optimizer = unwrapped(self)
+        return rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.

@@ -46,6 +46,16 @@ class Collective:
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
 
+    def each(self, rows: Tensor, shardings: Sequence[Sharding]) -> Tensor:
+        """Returns rows of numbers, each added up over a sharding of its own. Ranks of a group share these rows."""
+        rows = rows.clone()
+        for group, place in self._places.items():
+            shared = [number for number, sharding in enumerate(shardings) if group in sharding]
+            there = rows[shared].to(place)
+            dist.all_reduce(there, group=group)
+            rows[shared] = there.to(rows.device)
+        return rows
+
     def largest(self, value: Tensor) -> Tensor:
         """Returns the largest of all ranks' values. Where shardings differ, one group's result goes on to the next."""
         for group, place in self._places.items():

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from swd_fused.integrations import find_metrics_source, no_metrics
+from swd_fused.rms_grads import EVERY
 
 
 class MetricsCallback(TrainerCallback):
@@ -17,10 +18,13 @@ class MetricsCallback(TrainerCallback):
 
     Args:
         prefix: what the names start with. Trainer has a "grad_norm" of its own.
+        rms_grads_every: also log `optimizer.rms_grads()`, at the first `logging_steps` after every so many steps.
     """
 
-    def __init__(self, prefix: str = "adams/") -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str = "adams/", rms_grads_every: int | None = None) -> None:
+        EVERY.require("rms_grads_every", rms_grads_every)
+        self.prefix, self.rms_grads_every = prefix, rms_grads_every
+        self._last_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Refuses an optimizer without metrics."""
@@ -41,12 +45,16 @@ class MetricsCallback(TrainerCallback):
         if source is None or logs is None or "loss" not in logs:
             return
         metrics = {f"{self.prefix}{name}": value for name, value in source.metrics().items()}
+        every, step, last = self.rms_grads_every, state.global_step, self._last_step
+        if every is not None and step // every > last // every:
+            metrics.update({f"{self.prefix}rms_grad/{name}": value for name, value in source.rms_grads().items()})
+        self._last_step = step
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # Trainer wrote this entry before it called
 
 
-def log_metrics(trainer: Trainer, prefix: str = "adams/") -> None:
+def log_metrics(trainer: Trainer, prefix: str = "adams/", rms_grads_every: int | None = None) -> None:
     """Makes a Trainer log the optimizer's metrics, to TensorBoard, W&B and all else that it reports to.
 
     Example:
@@ -54,4 +62,4 @@ def log_metrics(trainer: Trainer, prefix: str = "adams/") -> None:
         >>> log_metrics(trainer)
         >>> trainer.train()
     """
-    trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix))
+    trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix, rms_grads_every))

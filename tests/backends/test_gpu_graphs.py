@@ -98,6 +98,7 @@ class Mixed:
         for name in ("grad_norm", "exp_avg_sq_mean"):
             logged, expected = getattr(self.optimizer, name).cpu(), getattr(self.twin, name)
             torch.testing.assert_close(logged, expected, rtol=2e-5, atol=1e-12, check_dtype=False)
+        assert self.optimizer.rms_grads() == pytest.approx(self.twin.rms_grads(), rel=2e-5)
 
     def _new_grads(self, which: list[int]) -> list[Tensor | None]:
         return [0.1 * torch.randn(shape, device="cpu") if i in which else None for i, shape in enumerate(SHAPES)]

@@ -31,7 +31,7 @@ LAYERS = (
     ("backends",),
     ("drivers",),
     ("averages", "clipping"),
-    ("metrics",),
+    ("metrics", "rms_grads"),
     ("new_groups", "checkpoints"),
     ("optimizer",),
     ("adamw",),

@@ -86,6 +86,7 @@ class Record:
         self.grad_norms: list[float] = []
         self.params: dict[str, np.ndarray] = {}
         self.travelling: list[int] = []
+        self.rms_grads: list[float] = []  # at the end
 
     def finish(self, model: nn.Module) -> Record:
         self.params = {name: whole(param).clone().numpy() for name, param in model.named_parameters()}
@@ -145,6 +146,7 @@ def defined(
         record.grad_norms.append(float(adams.grad_norm))
     names = [name for name, _ in model.named_parameters()]
     record.params = {name: value.astype(np.float64) for name, value in zip(names, adams.params, strict=True)}
+    record.rms_grads = [float(adams.exp_avg_sq_hat(group, i).mean() ** 0.5) for group in groups for i in group.params]
     return record
 
 

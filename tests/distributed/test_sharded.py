@@ -61,6 +61,7 @@ def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Rec
 
     record = train(model, optimizer, part=part, step=step)
     record.travelling = travelling
+    record.rms_grads = list(optimizer.rms_grads().values())
     return record, calls
 
 
@@ -181,6 +182,7 @@ def test_sharded_equals_the_definition_on_one_process(size: int, layout: str, op
         record, _ = answers[f"{layout}, {options}"]
         assert distance(record, reference) < 1e-12
         torch.testing.assert_close(record.means, reference.means, rtol=1e-10, atol=0)
+        torch.testing.assert_close(record.rms_grads, reference.rms_grads, rtol=1e-10, atol=0)
         if options != "lagged":
             torch.testing.assert_close(record.grad_norms, reference.grad_norms, rtol=1e-10, atol=0)
 

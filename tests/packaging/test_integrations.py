@@ -24,6 +24,9 @@ class Optimizer:
         self.asked += 1
         return {"grad_norm": 0.5, "effective_weight_decay/decay": 0.1}
 
+    def rms_grads(self) -> dict[str | int, float]:
+        return {"weight": 2.0, 1: 3.0}
+
 
 def wrapped(optimizer: object) -> SimpleNamespace:
     """As Accelerate wraps an optimizer, and DeepSpeed what Accelerate then wraps."""
@@ -55,6 +58,18 @@ class TestTransformers:
         metrics = {"swd/grad_norm": 0.5, "swd/effective_weight_decay/decay": 0.1}
         assert logs == {"loss": 2.0, "grad_norm": 0.0, **metrics}
         assert state.log_history == [{"loss": 2.0, "step": 10, **metrics}]
+
+    def test_logs_rms_gradients_now_and_then(self, module: ModuleType) -> None:
+        callback, logged = module.MetricsCallback("swd/", rms_grads_every=30), []
+        for step in (20, 40, 50, 60, 80, 100):
+            logs = {"loss": 2.0}
+            callback.on_log(None, SimpleNamespace(global_step=step, log_history=[]), None, logs, Optimizer())
+            if "swd/rms_grad/weight" in logs:
+                logged.append(step)
+                assert logs["swd/rms_grad/1"] == 3
+        assert logged == [40, 60, 100]
+        with pytest.raises(ValueError, match="rms_grads_every=0, wanted a whole number"):
+            module.MetricsCallback(rms_grads_every=0)
 
     @pytest.mark.parametrize("logs", [{"eval_loss": 1.0}, {"train_runtime": 3.0}, None])
     def test_leaves_other_logs_alone(self, module: ModuleType, logs: dict[str, float] | None) -> None:
@@ -89,9 +104,9 @@ class TestLightning:
         monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
         return imported("lightning", monkeypatch, "lightning.pytorch", Callback=object)
 
-    def train(self, module: ModuleType, *optimizers: object, accumulate: int = 1) -> Any:
+    def train(self, module: ModuleType, *optimizers: object, accumulate: int = 1, **options: Any) -> Any:
         """Six steps, logged every second one."""
-        callback = module.MetricsCallback()
+        callback = module.MetricsCallback(**options)
         trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[Logger()], log_every_n_steps=2, global_step=0)
         trainer.precision_plugin, trainer.gradient_clip_val = object(), 1.0
         callback.on_train_start(trainer, None)
@@ -106,6 +121,10 @@ class TestLightning:
         metrics = {"adams/grad_norm": 0.5, "adams/effective_weight_decay/decay": 0.1}
         assert self.train(module, wrapped(optimizer), accumulate=accumulate) == [(i, metrics) for i in (1, 3, 5)]
         assert optimizer.asked == 3
+
+    def test_logs_rms_gradients_now_and_then(self, module: ModuleType) -> None:
+        logged = self.train(module, Optimizer(), rms_grads_every=3)
+        assert [metrics.get("adams/rms_grad/weight") for _, metrics in logged] == [None, 2.0, 2.0]
 
     def test_several_optimizers(self, module: ModuleType) -> None:
         adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])

@@ -109,8 +109,8 @@ class TritonBackend:
         return results
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
-        """Kept by segment in the plan, and rebuilt with it."""
-        return torch.empty(0, dtype=torch.float64, device=bucket.device)
+        plan: Plan = bucket.plan
+        return plan.sums_by_tensor(bucket)
 
 
 def can_wait(device: torch.device) -> bool:

@@ -159,6 +159,7 @@ class Plan:
 
     def end(self, bucket: Bucket) -> None:
         """Writes copies back and counts the writes, after an update."""
+        bucket.sums = None  # kept here, by segment
         self._operands.write_back(bucket)
         bucket.count_writes()
 
@@ -225,6 +226,16 @@ class Plan:
         for part, row in zip(self.parts_for(PASSES, bucket), totals, strict=True):
             self.launch(kernel, bucket, part, {"totals": row, **others}, sum_grads)
         return totals
+
+    def sums_by_tensor(self, bucket: Bucket) -> Tensor:
+        """Returns the sums of second moments by tensor: what the last step left, whichever grid it had."""
+        if bucket.is_stepped_by_graphs():
+            self._forget_sums()
+        parts = self._with_sums or self.parts_for(next(reversed(self._parts), PASSES), bucket)
+        sums = torch.zeros(len(bucket.params), dtype=torch.float64, device=bucket.device)
+        for part in parts:
+            sums.index_add_(0, part.segments[:, SEGMENT.tensor], part.sums[: part.n_segments, SUM.total])
+        return sums
 
     def find_last(self, bucket: Bucket, part: Part, last: Tensor) -> None:
         self.launch(kernels.last_exp_avg_sq_sum_kernel, bucket, part, {"last": last})
