@@ -32,7 +32,10 @@ class Check(NamedTuple):
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
+    try:
+        return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def is_finite(value: object, least: float = 0) -> bool:

@@ -146,7 +146,6 @@ class FusedAdamS(Optimizer):
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         options = asked_options(arguments)
         self._new_stepper(options, ShardedOver.checked(process_group), ClippedSteps())
-        self._handle = new_handle(self)
         self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
         super().__init__(listed(params), checked_defaults(arguments, options.decay))
@@ -154,6 +153,7 @@ class FusedAdamS(Optimizer):
         check_all(options, self.defaults, self.param_groups)
 
     def _new_stepper(self, options: Options, sharded_over: ShardedOver | None, clipped: ClippedSteps) -> None:
+        self._handle = new_handle(self)
         self._calibration, self._clipped = Calibration(), clipped
         observers: list[Observer] = [self._calibration, self._clipped, DecayWarning()]
         self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers))
@@ -356,7 +356,6 @@ class FusedAdamS(Optimizer):
             self._stepper.skipped_steps = skipped_steps
         super().__setstate__(state)
         checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
-        self._handle = new_handle(self)
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, (self.defaults, *self.param_groups), is_fresh=not self.state)
         if self._gradient_release is not None:

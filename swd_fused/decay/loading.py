@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from swd_fused.checks import message
 from swd_fused.decay.kinds import Decay
 
 Group = Mapping[str, Any]
@@ -80,6 +81,9 @@ def _saved_kind(saved: Group) -> Decay | None:
     kind: Decay | None = saved.get("decay")
     if kind is None and "max_decay" in saved:  # older versions of ours did not save it
         return "scheduled"
+    if kind not in tuple(DESCRIPTIONS):
+        known = tuple(filter(None, DESCRIPTIONS))
+        raise ValueError(message("decay", kind, f"one of {known}", "It is a saved group's: the state dict is damaged."))
     return kind
 
 

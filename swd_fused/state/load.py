@@ -5,8 +5,7 @@ Its keys are those of torch.optim.Adam and AdamW, so state dicts move between th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from operator import attrgetter
@@ -15,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from swd_fused.checks import is_number
 from swd_fused.decay.loading import kept_decay
 from swd_fused.devices.transfer import is_fake
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
-from swd_fused.options import MASTER, REMAINDER, Options, check_group
+from swd_fused.options import MASTER, REMAINDER, Options, check_group, check_tensor_lr
 from swd_fused.state import moments
 from swd_fused.state.averages import AVERAGE, average_dtype, convert_average
 from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
-from swd_fused.state.operands import KEYS, SCALE_COLUMNS, STORED, StateColumns
+from swd_fused.state.operands import KEYS, SCALE_COLUMNS, STORED, StateColumns, as_real
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ OWN_KEYS = ("params", "state_dtype", "decay")
 
 # And these, if the saved group had no averages: then a resumed run may begin to average.
 AVERAGING = ("ema_decay", "ema_warmup")
+
+# Those of saved state, by whether the parameter is complex. float8 and quantized numbers are not what they stand for
+# without their scales.
+SAVED_DTYPES = {
+    False: (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    True: (torch.complex64, torch.complex128),
+}
 
 
 class Initializer:
@@ -114,10 +121,10 @@ def _check_entries(state: dict[str, Any], param: Tensor) -> None:
 def _checked_step(step: object, param: Tensor) -> Tensor:
     """Returns a step count as a tensor. One on a GPU is not waited for."""
     if isinstance(step, Tensor):
-        if step.numel() == 1 and (not step.is_cpu or is_fake(step) or _is_count(float(step))):
+        if step.numel() == 1 and (not step.is_cpu or is_fake(step) or _is_count(step)):
             return step.reshape(()) if step.dim() else step
-    elif isinstance(step, (int, float)) and not isinstance(step, bool) and _is_count(step):
-        return torch.tensor(float(step), dtype=torch.float32, device=param.device)
+    elif _is_count(step):
+        return torch.tensor(float(step), dtype=torch.float32, device=param.device)  # type: ignore[arg-type]
     raise RuntimeError(
         f"FusedAdamS has step={step!r}, wanted a whole number >= 0 or a tensor with one, for a parameter of shape "
         f"{tuple(param.shape)}. Set the number of steps that it has taken, or start it afresh: "
@@ -125,8 +132,11 @@ def _checked_step(step: object, param: Tensor) -> Tensor:
     )
 
 
-def _is_count(value: float) -> bool:
-    return 0 <= value < math.inf and value == int(value)
+def _is_count(step: object) -> bool:
+    """Reads a tensor, which may wait for a device."""
+    if isinstance(step, Tensor):
+        step = None if step.numel() != 1 or step.is_complex() else step.item()
+    return is_number(step) and 0 <= step < 2**63 and step == int(step)
 
 
 def _as_maxima(param: Tensor, state: Mapping[str, Any], backend: Backend) -> Tensor:
@@ -209,6 +219,9 @@ def check_state_dict(state_dict: object) -> None:
         isinstance(group, Mapping) and "params" in group for group in groups
     ):
         raise ValueError('load_state_dict got param_groups that are not a list of dicts with a key "params".')
+    for params in (group["params"] for group in groups):
+        if not isinstance(params, Sequence) or not all(isinstance(key, Hashable) for key in params):
+            raise ValueError(f"load_state_dict got params={params!r}, wanted a list of the parameters' numbers.")
     if not isinstance(state_dict["state"], Mapping):
         raise ValueError(f"load_state_dict got a {type(state_dict['state']).__name__} as state, wanted a dict.")
 
@@ -228,8 +241,8 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
             state = saved_state.get(key, {})
             if isinstance(state, Mapping):
                 state = with_remainder(state)
-            if "step" in saved_group and state and "step" not in state:  # apex counts by group
-                state = {**state, "step": saved_group["step"]}
+                if "step" in saved_group and state and "step" not in state:  # apex counts by group
+                    state = {**state, "step": saved_group["step"]}
             if state:
                 _check_saved(state, param, key)
                 by_param[param] = state
@@ -268,8 +281,34 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
                 f"The saved {name} of parameter {key} has shape {tuple(state[name].shape)}, the parameter has {wanted}."
                 " Load the state for the model that it was saved with."
             )
+        _check_saved_tensor(name, local_tensor(state[name]), local_tensor(param), key)
     _check_saved_codes(state, key)
     check_remainder(state, param, ValueError)
+    _check_saved_step(state, local_tensor(param), key)
+
+
+def _check_saved_tensor(name: str, tensor: Tensor, param: Tensor, key: object) -> None:
+    wanted = SAVED_DTYPES[param.is_complex()]
+    # Codes, scales and remainders have one dtype each, which is checked by itself.
+    has_dtype = name in (*STORED_DTYPES, REMAINDER) or tensor.dtype in wanted
+    if tensor.layout != torch.strided or (is_fake(tensor) and not is_fake(param)) or not has_dtype:
+        raise ValueError(
+            f"The saved {name} of parameter {key} is a tensor of {tensor.dtype} and {tensor.layout} on "
+            f"{tensor.device}, wanted a dense one with memory, of one of {wanted}. Convert it before loading, with "
+            "its scales if it has any."
+        )
+    if name in MOMENTS[1:] and not is_fake(tensor) and tensor.numel() and bool(as_real(tensor).min() < 0):
+        raise ValueError(f"The saved {name} of parameter {key} has negative values: it is damaged.")
+
+
+def _check_saved_step(state: Mapping[str, Any], param: Tensor, key: object) -> None:
+    step = state.get("step", 0)
+    is_traced = isinstance(step, Tensor) and is_fake(step)
+    if not (is_fake(param) if is_traced else _is_count(step)):
+        raise ValueError(
+            f"The saved step of parameter {key} is {step!r}, wanted a whole number >= 0 or a tensor with one: the "
+            "number of steps that were taken."
+        )
 
 
 def _check_saved_codes(state: Mapping[str, Any], key: object) -> None:
@@ -301,6 +340,8 @@ def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options
     if warning is not None:
         warn_user(warning)
     check_group(group, options.decay)
+    if isinstance(group["lr"], Tensor) and not is_fake(group["lr"]):
+        check_tensor_lr(group["lr"])
     return group
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.core.test_options import ARGUMENTS
 from tests.core.torch_expectations.contestants import assert_same
 from tests.runs import random_grads, random_params, run
 
-nan = float("nan")
+nan, inf = float("nan"), float("inf")
 SHAPES = [(30,), (4, 5)]
 
 Params = list[torch.nn.Parameter]
@@ -348,7 +349,7 @@ def change(where: str, key: Any, value: Any = None) -> Callable[[Any], Any]:
         if value is None:
             del entry[key]
         else:
-            entry[key] = value(entry[key]) if callable(value) else value
+            entry[key] = value(entry.get(key)) if callable(value) else value
         return state_dict
 
     return changed
@@ -365,6 +366,28 @@ def of_sgd(_: Any) -> Any:
     return sgd.state_dict()
 
 
+def quantized(moment: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(moment, 0.1, 0, torch.qint8)
+
+
+# Where a step would find it, the good state would be gone already.
+BAD_STEPS = [
+    nan,
+    inf,
+    -3,
+    1.5,
+    1e300,
+    "3",
+    10**400,
+    True,
+    [3],
+    *map(torch.tensor, (nan, -1.0, 1.5, [1.0, 2.0], 1 + 1j)),
+]
+BAD_STEPS += [torch.tensor(1e300, dtype=torch.float64), torch.tensor(3.0, device="meta")]
+OTHER_MOMENTS: list[Callable[[Tensor], Tensor]] = [
+    *(methodcaller("to", kind) for kind in (torch.complex64, torch.float8_e4m3fn, torch.int32, "meta")),
+    *(quantized, Tensor.to_sparse, Tensor.to_sparse_csr),
+]
 CODED = {"state_dtype": "8bit"}
 MASTERS = {"master_weights": True}
 DAMAGE: list[tuple[Options, Callable[[Any], Any], str]] = [
@@ -384,6 +407,21 @@ DAMAGE: list[tuple[Options, Callable[[Any], Any], str]] = [
     ({}, change("group", "calibration_steps", -1), "calibration_steps"),
     ({}, lambda right: change("group", "weigth_decay", 0.1)(with_key(right, "weigth_decay")), "weigth_decay"),
     ({}, lambda right: change("group", "seed", 1)(with_key(right, "seed")), "seed"),
+    *(({}, change("second", "step", lambda _, n=n: n), "step of parameter 1 is") for n in (*BAD_STEPS, None)),
+    *(
+        (
+            {},
+            change("second", key, lambda moment, other=other: other(moment.cpu())),
+            f"{key} of parameter 1 is a tensor of .*, wanted a dense one",
+        )
+        for key in ("exp_avg", "exp_avg_sq")
+        for other in OTHER_MOMENTS
+    ),
+    ({}, change("second", "exp_avg_sq", Tensor.neg), "exp_avg_sq of parameter 1 has negative values"),
+    ({}, change("second", "max_exp_avg_sq", lambda _: -torch.ones(4, 20)), "max_exp_avg_sq .* negative values"),
+    *(({}, change("group", "lr", lambda _, lr=lr: torch.tensor(lr)), "lr=tensor") for lr in (nan, inf, -1.0)),
+    *(({}, change("group", "decay", lambda _, kind=kind: kind), "decay=.*wanted one of") for kind in ("weird", [1])),
+    *(({}, change("group", "params", lambda _, n=n: n), "params=.*wanted a list") for n in (None, 3, [0, [1]])),
     (CODED, change("second", "exp_avg_scales"), "has .*, but no exp_avg_scales"),
     (CODED, change("second", "exp_avg_sq_root_codes"), "but no exp_avg_sq_root_codes"),
     (CODED, change("second", "exp_avg_sq_root_codes", Tensor.float), "has torch.float32, wanted torch.uint8"),
@@ -400,6 +438,7 @@ def with_key(state_dict: Any, key: str) -> Any:
     return state_dict
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse")
 @pytest.mark.usefixtures("_codes_of_small_tensors")
 @pytest.mark.parametrize(("options", "damage", "message"), DAMAGE)
 def test_a_state_dict_that_is_refused_changes_nothing(

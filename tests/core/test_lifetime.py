@@ -186,6 +186,15 @@ def test_freed_at_once_with_other_state(backend: str, dtype: torch.dtype, option
     assert_freed(lambda: stepped(params, backend=backend, **options), params)
 
 
+def test_loads_leave_no_weak_references_behind() -> None:
+    params = random_params(SHAPES)
+    optimizer = stepped(params)
+    before = weakref.getweakrefcount(optimizer)
+    for _ in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert weakref.getweakrefcount(optimizer) == before
+
+
 def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
     """And may be removed after its optimizer is gone."""
     params = random_params(SHAPES)
