@@ -49,7 +49,7 @@ def devices() -> str:
     return "\n".join(lines + others)
 
 
-# What `python -m swd_fused` does, but with Python's path as it is in other folders.
+# Does the same as `python -m swd_fused`, but with Python's path as it is in other folders.
 CHECK = """
 import runpy, sys
 sys.path[:] = sys.argv[1:]

@@ -52,7 +52,7 @@ def _refuse_without_averages(groups: Groups, asked: str) -> None:
 
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
-    """Exchanges weights and averages, and back. What is refused is refused before anything moves."""
+    """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
     _check_exchange(optimizer)
     state: dict[Any, Any] = optimizer.state
     weights = [

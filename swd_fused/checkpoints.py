@@ -1,4 +1,4 @@
-"""What state dicts and pickles have of an optimizer, and how another one takes it up."""
+"""State dicts and pickles of an optimizer: their entries, and how another optimizer takes them up."""
 
 from __future__ import annotations
 

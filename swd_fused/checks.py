@@ -1,4 +1,4 @@
-"""What all checks of values have in common. Each message says what was got, what was wanted and what to do."""
+"""Checks of single values. Each message says what was got, what was wanted and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSPELLING = 0.85
 
 
 class Check(NamedTuple):
-    """What a value must be: a predicate, and the words for those whose value it does not accept."""
+    """A condition on a value: a predicate, and the words for values that it does not accept."""
 
     accepts: Callable[[Any], bool]
     wanted: str

@@ -1,4 +1,4 @@
-"""What users log and print of an optimizer."""
+"""The metrics that users log, and the lines of `repr`."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class FusedAdamS(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
-            groups. What a group may have of its own is in `swd_fused.options.GroupOptions`: `lr`, `weight_decay` and
-            `state_dtype` among others. The other options hold for all groups.
+            groups. A group may have its own value of each option in `swd_fused.options.GroupOptions`, such as `lr`,
+            `weight_decay` and `state_dtype`. The other options hold for all groups.
 
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
@@ -174,7 +174,7 @@ class FusedAdamS(Optimizer):
 
     @property
     def options(self) -> Options:
-        """What was asked for of the optimizer as a whole."""
+        """The options that hold for the whole optimizer."""
         return self._stepper.options
 
     def numbered_params(self) -> list[Tensor]:

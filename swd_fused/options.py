@@ -1,7 +1,7 @@
 """The options: one table of those that parameter groups have, and one of those that hold for the whole optimizer.
 
-An option is a line there: its name, its type with the check of its values, and its default. Those of the decay are
-lines in decay/kinds.py. The constructor has it as a keyword; all else follows from the line.
+An option is a line there: its name, its type with the check of its values, and its default. The options of the decay
+are lines in decay/kinds.py. The constructor has the option as a keyword; all else follows from the line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Schedule = Literal["exact", "lagged"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
 
-# Of moments. "8bit" is for both of them, a dtype for the first one.
+# How moments are stored. "8bit" is for both of them, a dtype for the first one.
 StateDtype = torch.dtype | Literal["8bit"] | None
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 
@@ -83,7 +83,7 @@ TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or No
 
 
 class GroupOptions(NamedTuple):
-    """What a parameter group may set for itself, besides `DecayOptions`."""
+    """The options that a parameter group may set for itself, besides `DecayOptions`."""
 
     # No default, since a group without it has the optimizer's; `ShardedOver` checks it.
     process_group: object
@@ -127,7 +127,7 @@ class Options(NamedTuple):
 
     @property
     def needs_one_pass(self) -> bool:
-        """Whether nothing of this step's gradients must be known before the update."""
+        """Whether the update needs nothing that all gradients of this step decide."""
         return self.schedule == "lagged" or not self.uses_sums
 
     @property
@@ -137,7 +137,7 @@ class Options(NamedTuple):
 
     @property
     def shared_sum(self) -> str:
-        """What that is, for messages."""
+        """The name of that sum, for messages."""
         return "the schedule's mean" if self.decay == "scheduled" else "the gradients' norm"
 
 

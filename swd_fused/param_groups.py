@@ -183,7 +183,7 @@ def _check(name: str, param: Tensor) -> None:
 
 
 def _is_matrix(name: str, param: Tensor, module: nn.Module) -> bool:
-    """Whether it is neither a bias, nor of a norm, nor another vector."""
+    """Returns whether a parameter is neither a bias, nor of a norm, nor another vector."""
     dims = len(getattr(param, "ds_shape", param.shape))  # DeepSpeed's ZeRO-3 leaves empty tensors that tell their shape
     is_of_norm = isinstance(module, NORMS) or NORM_CLASS.search(type(module).__name__)
     return dims > 1 and not BIAS.search(name.rpartition(".")[2]) and not is_of_norm

@@ -35,7 +35,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether the backend differs from the definition, or is missing where it would be the best one."""
+        """Says whether the backend differs from the definition, or is missing where it would be the best one."""
         if self.missing is not None:
             return BEST.get(self.device) == self.backend
         return not self.error <= TOLERANCE  # so that NaN fails

@@ -48,9 +48,9 @@ class BucketKey(NamedTuple):
 class Bucket:
     """Tensors of one device, backend and sharding, as parallel lists.
 
-    It holds all parameters that have state. Those without a gradient take no part in a step: their place in `grads` is
-    None. Complex tensors are here as views of real pairs, DTensors as their local part. Where a parameter is in
-    `coded`, `state` has 8-bit codes of its moments, and their scales.
+    It holds all parameters that have state. Parameters without a gradient take no part in a step: their place in
+    `grads` is None. Complex tensors are here as views of real pairs, DTensors as their local part. Where a parameter is
+    in `coded`, `state` has 8-bit codes of its moments, and their scales.
 
     `steps` is the state's own memory: each `state["step"]` is a view of one of its elements, so a thousand counters
     advance as one tensor. As a list of tensors they took longer than the update itself. Where a CUDA graph advances the
@@ -114,8 +114,8 @@ class Bucket:
         self.grads, self.grad_addresses = grads, addresses
         if present == self.present and not self._is_mask_captured:
             return
-        # What is uploaded in a capture is not there until the graph is replayed: the next step uploads its own. A copy
-        # of the list is not taken for the one that needs no look.
+        # An upload in a capture has no values until the graph is replayed, so the next step uploads its own. The list
+        # is copied, so that `Snapshot` does not recognise it and skip this method.
         self._is_mask_captured = graphs.is_capturing(self.device)
         self.present = present.copy() if self._is_mask_captured else present
         self.has_all_grads, self.has_some_grads = all(present), any(present)
@@ -243,8 +243,8 @@ class Bucket:
         return self.steps * (self.numels > 0)
 
     def _follow_params(self) -> None:
-        """Updates float32 masters after someone has written to parameters, loading a model for instance: where one no
-        longer rounds to its parameter it takes the parameter's value. Those without a gradient follow later."""
+        """Updates float32 masters after someone has written to parameters, loading a model for instance: a master that
+        no longer rounds to its parameter takes the parameter's value. Parameters without a gradient follow later."""
         now = self._versions_of_params()
         if self._param_versions == now:
             return

@@ -61,8 +61,8 @@ class Inputs(NamedTuple):
 class Snapshot:
     """Describes all tensors of a step: the buckets in which they are stepped, and the ranks that share them.
 
-    `holds` names everything that may change. What changes in ordinary training is not in it: other gradient tensors,
-    gradients that are missing in a step, other hyper-parameters.
+    `holds` names everything that may change, except the changes of ordinary training: other gradient tensors, gradients
+    that are missing in a step, other hyper-parameters.
     """
 
     def __init__(self, inputs: Inputs, choose: Choose) -> None:
@@ -204,8 +204,8 @@ class Snapshot:
         if self._is_fake:
             self._hand_over(grads, [0] * len(found), present)
             return
-        # Of what is kept: `tensor.data = other` changes it, and torch does not count that. In bytes, so that another
-        # dtype is noticed too; each thing that is asked of a thousand tensors adds a fiftieth to their step.
+        # `tensor.data = other` changes the addresses of kept tensors, and torch does not count it as a write. Sizes
+        # are in bytes, so that another dtype is noticed too; each look at a thousand tensors adds a fiftieth to a step.
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         addresses = list(map(Tensor.data_ptr, found))
         if 0 in self._addresses or 0 in addresses:
@@ -219,9 +219,9 @@ class Snapshot:
     def commit(self, state: State, earlier: Sequence[Snapshot]) -> None:
         """Makes the staged state the optimizer's. Nothing is refused after this.
 
-        Counters that it replaces follow the new ones if somebody else has them: whoever has put them into the state, as
-        torch's `swap_in_optimizer_params_and_state` does, expects steps to be counted in place. Those that `earlier`
-        snapshots have put there are ours, and hand on their own followers.
+        Step counts that it replaces follow the new ones if somebody else holds them: torch's
+        `swap_in_optimizer_params_and_state` puts its own into the state, and expects steps to be counted in place.
+        Counts that `earlier` snapshots have put there are ours, and hand on their own followers.
         """
         ours = {
             (id(entry.owned), id(entry.staged["step"])): other._followers.get(entry.number)

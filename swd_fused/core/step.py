@@ -73,7 +73,7 @@ class Step:
     _grad_sq: Tensor | None = None
 
     def __init__(self, stepper: Stepper, groups: Groups, state: State, source: Source, gate: Gate) -> None:
-        """Reads the groups. What the steps before have to say is said here."""
+        """Reads the groups, and lets observers of earlier steps warn."""
         values = stepper.values
         if values is None or not values.hold(groups):
             values = stepper.new_values(groups)

@@ -1,4 +1,4 @@
-"""What is kept from step to step: snapshots of tensors, groups as numbers, the last results, the observers."""
+"""Everything kept from step to step: snapshots of tensors, groups as numbers, the last results, the observers."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ class GroupValues:
         return True
 
     def begin(self) -> None:
-        """Checks learning rates that are tensors, which change in place. Those on a GPU are not waited for."""
+        """Checks learning rates that are tensors, which change in place, without waiting for a GPU."""
         for index, lr in self.tensor_lrs:
             if lr.is_cpu and not is_fake(lr):
                 check_tensor_lr(lr)

@@ -35,8 +35,9 @@ PEAK_ROUNDING = 1e-6
 # Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
 WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
 
-# What nobody uses with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when training of its
-# models begins (benchmarks/early_decay.py), AdamW's 0.1 out of habit like 161 in a small language model.
+# Nobody uses so large a decay with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when
+# training of its models begins (benchmarks/early_decay.py); AdamW's 0.1, typed out of habit, acts like 161 in a small
+# language model.
 FAR_BEYOND_ADAMW = 10.0
 
 MAX_DECAY = Check(
@@ -53,7 +54,7 @@ LARGEST_LR_SO_FAR = Check(
 
 
 class DecayOptions(NamedTuple):
-    """What a parameter group says about its decay. See `options.GroupOptions`, of which these are a part."""
+    """The options of a parameter group that are about its decay; `options.GroupOptions` has the others."""
 
     weight_decay: Annotated[float, FINITE] = 5e-4
     max_decay: Annotated[float, MAX_DECAY] = 0.1
@@ -72,7 +73,7 @@ class DecayOptions(NamedTuple):
 
 
 def columns(group: Group, lr: float) -> dict[str, float]:
-    """Returns the columns of a group's row that say how it decays. Of scheduled and decoupled decay and L2 two are 0.
+    """Returns the columns of a group's row that say how it decays. Only one of the three kinds is not 0.
 
     A step multiplies weights by 1 - min(decay_lr * weight_decay / (root of the mean + eps), max_decay) - decay_lr *
     decoupled_decay. `lr` is -1 for one that is a tensor, whose `decay_lr` is found on the device.

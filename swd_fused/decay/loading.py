@@ -10,11 +10,11 @@ from swd_fused.decay.kinds import Decay
 
 Group = Mapping[str, Any]
 
-# What a group says about its decay beside the kind. Values of one kind mean nothing in another.
+# The entries of a group that say how much it decays. Values of one kind of decay mean nothing in another.
 CALIBRATION = ("adamw_weight_decay", "calibration_steps")
 VALUES = ("weight_decay", *CALIBRATION, "max_decay")
 
-# What a group keeps as it keeps the kind of decay: a resumed run may decay otherwise.
+# Entries that a group keeps when it loads another, as it keeps the kind of decay: a resumed run may decay otherwise.
 VARIANTS = ("corrected_decay", "cautious_decay")
 
 DESCRIPTIONS = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
 EARLY_STEPS = 100
 
-# Of looks at a device's mean after that. Each takes the host as long as launching a kernel.
+# How often to look at a device's mean after that. Each look takes the host as long as launching a kernel.
 STEPS_BETWEEN = 50
 
 # Entries of groups that may be tensors, whose numbers are read together with the mean.

@@ -65,7 +65,7 @@ class HostCopy:
 
 
 def can_be_read_later(value: Tensor) -> bool:
-    """Whether a HostCopy of a device's number can be made now: not of a tensor without memory, nor in a capture."""
+    """Returns whether a HostCopy can be made now: not of a tensor without memory, nor in a capture."""
     return not value.is_meta and not graphs.is_capturing(value.device)
 
 
@@ -75,5 +75,5 @@ def can_be_read(value: Tensor) -> bool:
 
 
 def is_fake(value: Tensor) -> bool:
-    """Whether nothing can be read from a tensor: it is on the meta device, or traced without memory."""
+    """Returns whether nothing can be read from a tensor: it is on the meta device, or traced without memory."""
     return value.is_meta or isinstance(value, torch._subclasses.FakeTensor)

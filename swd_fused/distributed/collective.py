@@ -66,7 +66,7 @@ class Collective:
 
 
 class Reduction:
-    """Sums on their way. Those over one group only travel at once; a second group waits for `finish`.
+    """Sums on their way between ranks. Sums over one group are sent at once; a second group waits for `finish`.
 
     It could not be started from a thread in the meantime: the ranks would disagree on what comes first, this or the
     model's own communication.

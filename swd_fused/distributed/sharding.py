@@ -1,4 +1,4 @@
-"""Which tensors are shards of larger ones, over which process groups, and what part of them is here."""
+"""Shards: the tensors that are shards of larger ones, their process groups, and the part that this rank has."""
 
 from __future__ import annotations
 

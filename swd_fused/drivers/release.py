@@ -68,7 +68,7 @@ class GradientRelease:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was removed, and no step is begun that `optimizer.step()` must end."""
+        """Whether `remove` was called, and no step is begun that `optimizer.step()` must end."""
         return self._is_removed and self._begun is None
 
     @property

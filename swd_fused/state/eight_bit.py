@@ -60,7 +60,7 @@ PIECE = 1 << 20
 
 
 def fits(param: Any) -> bool:
-    """Returns whether a parameter's moments can be kept in 8 bits. Of a DTensor all ranks come to the same answer."""
+    """Returns whether a parameter's moments can be kept in 8 bits. All ranks of a DTensor come to the same answer."""
     least = LEAST_VECTOR if param.dim() == 1 else LEAST_NUMEL
     if param.dtype not in DTYPES or param.numel() < least or rows_and_columns(param.shape)[1] < LEAST_ROW:
         return False

@@ -35,7 +35,7 @@ REQUIRED = ("step", "exp_avg", "exp_avg_sq")
 # How torch's Adam was implemented when it saved, and the step counts that apex keeps in groups: not for our groups.
 FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step")
 
-# What a group keeps as it is: a resumed run may store its moments otherwise, and decay otherwise.
+# Entries that a group keeps when it loads another: a resumed run may store its moments otherwise, and decay otherwise.
 OWN_KEYS = ("params", "state_dtype", "decay")
 
 # And these, if the saved group had no averages: then a resumed run may begin to average.

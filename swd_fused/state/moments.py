@@ -41,7 +41,7 @@ def has_moments(state: Mapping[str, Any]) -> bool:
 
 
 def missing_keys(state: Mapping[str, Any]) -> list[str]:
-    """Returns what a step needs and state does not have. Of codes without their scales the scales are missing."""
+    """Returns the keys that a step needs and the state lacks. Codes without scales lack the scales."""
     missing = [] if "step" in state else ["step"]
     for key in CODED:
         if CODES[key] in state or SCALES[key] in state:
