@@ -26,7 +26,7 @@ Group = Mapping[str, Any]
 # about lr. At 1e-5 it was 3% of a small language model's weights that moved.
 SMALL_LR_FOR_BFLOAT16 = 1e-4
 
-# The share of a weight that a step may remove without a warning: that of AdamW's decay of 0.1 at a learning rate of 0.1.
+# The share of a weight that a step may remove without a warning: AdamW's decay of 0.1 at a learning rate of 0.1.
 LARGE_SHARE = 1e-2
 
 
