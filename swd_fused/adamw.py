@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from swd_fused.optimizer import FusedAdamS
-from swd_fused.options import BackendName, Compatibility, StateDtype
+from swd_fused.options import BackendName, Compatibility, Outliers, StateDtype
 
 
 class FusedAdamW(FusedAdamS):
@@ -29,6 +29,8 @@ class FusedAdamW(FusedAdamS):
         maximize: ascend instead of descend.
         max_grad_norm: clip the gradients' global norm within the step. `param.grad` is left as it is.
         skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
+        outliers: "skip" steps whose gradient norm stands out from the recent ones, or "clip" their gradients.
+        outlier_sigma: by how many standard deviations a norm stands out.
         corrected_decay: AdamC's: multiply the decay by lr / largest lr.
         cautious_decay: decay only weights that the update does not move away from zero.
         largest_lr: the learning rate's peak, for `corrected_decay`. None is the largest so far.
@@ -57,6 +59,8 @@ class FusedAdamW(FusedAdamS):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        outliers: Outliers = None,
+        outlier_sigma: float = 6.0,
         corrected_decay: bool = False,
         cautious_decay: bool = False,
         largest_lr: float | None = None,

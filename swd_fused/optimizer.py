@@ -33,12 +33,14 @@ from swd_fused.options import (
     Checked,
     Compatibility,
     Options,
+    Outliers,
     Schedule,
     Setting,
     StateDtype,
     asked_options,
     unwrapped,
 )
+from swd_fused.outliers import OutlierWatch
 from swd_fused.rms_grads import rms_by_param
 from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.master_weights import master_of
@@ -68,6 +70,8 @@ class FusedAdamS(Optimizer):
 
         max_grad_norm: clip the gradients' global norm within the step. `param.grad` is left as it is.
         skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
+        outliers: "skip" steps whose gradient norm stands out from the recent ones, or "clip" their gradients.
+        outlier_sigma: by how many standard deviations a norm stands out.
 
         max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
         schedule: "exact", or "lagged", which uses the mean of the step before and reads memory once, not twice.
@@ -100,6 +104,8 @@ class FusedAdamS(Optimizer):
     _gradient_release: GradientRelease | None  # neither copied nor pickled
 
     max_grad_norm = Setting()
+    outliers = Setting()
+    outlier_sigma = Setting()
     schedule = Setting()
     total_numel = Setting()
     backend = Setting()
@@ -120,6 +126,8 @@ class FusedAdamS(Optimizer):
         # The gradients
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        outliers: Outliers = None,
+        outlier_sigma: float = 6.0,
         # The decay
         max_decay: float = 0.1,
         schedule: Schedule = "exact",
@@ -154,9 +162,9 @@ class FusedAdamS(Optimizer):
 
     def _new_stepper(self, options: Options, sharded_over: ShardedOver | None, clipped: ClippedSteps) -> None:
         self._handle = new_handle(self)
-        self._calibration, self._clipped = Calibration(), clipped
-        observers: list[Observer] = [self._calibration, self._clipped, DecayWarning()]
-        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers))
+        self._calibration, self._clipped, self._outliers = Calibration(), clipped, OutlierWatch()
+        observers: list[Observer] = [self._calibration, self._clipped, DecayWarning(), self._outliers]
+        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers, self._outliers))
         self._gradient_release = None
 
     @_disable_dynamo
@@ -418,10 +426,12 @@ class FusedAdamS(Optimizer):
         `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean. By the group's `name` or index,
         `effective_weight_decay/<group>` is AdamW's that would shrink as much, and `decay_timescale/<group>` the steps
         in which decay alone would leave 1/e of a weight. `skipped_steps` and `clipped_share`, by `max_grad_norm`, are
-        of all steps since this optimizer was made.
+        of all steps since this optimizer was made; `outlier_share`, by `outliers`, is of all since training began, and
+        a norm above `outlier_threshold` would stand out now.
         """
         self._calibration.speak(self.param_groups)
-        return metrics.metrics(self._stepper, self.param_groups, self._clipped)
+        found = metrics.metrics(self._stepper, self.param_groups, self._clipped)
+        return {**found, **self._outliers.metrics(self.options, self.param_groups)}
 
     @_disable_dynamo
     def rms_grads(self) -> dict[str | int, float]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Schedule = Literal["exact", "lagged"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
+Outliers = Literal["skip", "clip"] | None
 
 # How moments are stored. "8bit" is for both of them, a dtype for the first one.
 StateDtype = torch.dtype | Literal["8bit"] | None
@@ -76,6 +77,11 @@ MAX_GRAD_NORM = Check(lambda norm: is_number(norm) and norm > 0, "a number > 0",
 EMA_DECAY = Check(
     lambda decay: is_number(decay) and 0 <= decay <= 1, "a number in [0, 1]", "0.999 and 0.9999 are usual choices."
 )
+OUTLIER_SIGMA = Check(
+    lambda sigma: is_finite(sigma) and sigma > 0,
+    "a finite number > 0",
+    "Use outliers=None to take all steps as they are.",
+)
 TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or None to count elements")
 
 
@@ -115,10 +121,12 @@ class Options(NamedTuple):
     backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
     # Gone since 0.3, and always False: pickles of 0.2 have its place.
     offload: Annotated[bool, FLAG] = False
+    outliers: Annotated[Outliers, one_of("skip", "clip", None)] = None
+    outlier_sigma: Annotated[float, OUTLIER_SIGMA] = 6.0
 
     def of_tensors(self) -> Options:
         """Returns what descriptions of tensors depend on: all but what a step's call is told."""
-        return self._replace(max_grad_norm=None, schedule="exact")
+        return self._replace(max_grad_norm=None, schedule="exact", outliers=None, outlier_sigma=6.0)
 
     def master_key(self, param_dtype: torch.dtype) -> str | None:
         """Returns the key of a parameter's master in its state, None if it needs no master."""
@@ -133,7 +141,13 @@ class Options(NamedTuple):
     @property
     def uses_sums(self) -> bool:
         """Whether a step depends on anything but its own elements: the mean, or the norm of all gradients."""
-        return self.decay == "scheduled" or self.max_grad_norm is not None or self.skip_nonfinite
+        return self.decay == "scheduled" or self.needs_norm is not None
+
+    @property
+    def needs_norm(self) -> str | None:
+        """The first option that needs the norm of all gradients before the update, as it was set."""
+        values = {name: getattr(self, name) for name in ("max_grad_norm", "skip_nonfinite", "outliers")}
+        return next((f"{name}={value!r}" for name, value in values.items() if value), None)
 
     @property
     def shared_sum(self) -> str:
@@ -275,7 +289,13 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
     _check_compatibility(arguments["compatibility"])
     decay = kind_of_decay(arguments["decay"], arguments.get("adam_w_mode", True))
     names = set(Options._fields) - {"offload"}  # it is refused with the other keywords
-    return checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
+    options = checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
+    if options.outliers is None and options.outlier_sigma != Options().outlier_sigma:
+        raise ValueError(
+            f"FusedAdamS got outlier_sigma={options.outlier_sigma!r} without outliers, wanted both. Say what to do "
+            'with steps above it, outliers="skip" or "clip", or leave outlier_sigma out.'
+        )
+    return options
 
 
 def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
@@ -307,13 +327,12 @@ def _check_lagged(options: Options) -> None:
             f'FusedAdamS got schedule="lagged" with decay={options.decay!r}, which uses no schedule and needs no '
             "second pass. Leave schedule out."
         )
-    for name, value in (("max_grad_norm", options.max_grad_norm), ("skip_nonfinite", options.skip_nonfinite or None)):
-        if value is not None:
-            raise ValueError(
-                f'FusedAdamS got schedule="lagged" with {name}={value!r}, which needs the norm of this step\'s '
-                'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
-                "which then costs the same."
-            )
+    if options.needs_norm is not None:
+        raise ValueError(
+            f'FusedAdamS got schedule="lagged" with {options.needs_norm}, which needs the norm of this step\'s '
+            'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
+            "which then costs the same."
+        )
 
 
 # --- Attributes that users set after construction: obeyed from the next step on

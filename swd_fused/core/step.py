@@ -122,7 +122,8 @@ class Step:
             if self.mean is None and self.is_partial and not self.source.is_known(snapshot):
                 return False
             bucket = snapshot.only_bucket
-            if bucket is not None and self.mean is None and not self.is_partial:
+            is_judged = stepper.options.outliers is not None  # by device operations between the passes
+            if bucket is not None and self.mean is None and not (self.is_partial or is_judged):
                 # One call that nothing has to be counted after cannot be interrupted.
                 if not bucket.backend.is_atomic or stepper.counts_steps or self.gate.may_skip:
                     self._defer_interrupts()
@@ -247,6 +248,8 @@ def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | No
         grads = list(map(GRAD, params))
     if call.grad_sumsq is not None or stepper.in_parts.is_begun:
         step.source = stepper.source_for(call, groups, state)
+    if stepper.options.outliers is not None:
+        step.gate = stepper.seams.judge.gate(step)
     try:
         step.update(params, grads)
         step.end()

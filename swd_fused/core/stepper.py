@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from swd_fused.core.ranks import collective_of
-from swd_fused.core.schedule import StepScalars
+from swd_fused.core.schedule import Gate, StepScalars
 from swd_fused.core.snapshot import Choose, Inputs, Snapshot, State
 from swd_fused.core.sources import FromCaller, FromCallerInParts, PassOne, Source, StepBefore, StepCall
 from swd_fused.core.step import Observer, Step
@@ -25,12 +25,20 @@ from swd_fused.options import Options
 SNAPSHOTS_KEPT = 8
 
 
+class Judge(Protocol):
+    """Decides about steps by what it knows of those before."""
+
+    def gate(self, step: Step) -> Gate:
+        """Returns the gate of a step that depends on steps before."""
+
+
 class Seams(NamedTuple):
     """Holds what the core knows by its protocol only."""
 
     choose: Choose
     decay: Decay
     observers: Sequence[Observer]
+    judge: Judge  # asked if `Options.outliers` is set
 
 
 class Stepper:

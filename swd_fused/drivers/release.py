@@ -256,12 +256,10 @@ class StreamOrder:
 
 
 def check_can_release(options: Options) -> None:
-    if options.max_grad_norm is not None or options.skip_nonfinite:
-        norm = options.max_grad_norm
-        got = "skip_nonfinite=True" if norm is None else f"max_grad_norm={norm!r}"
+    if options.needs_norm is not None:
         raise ValueError(
-            f"release_gradients does not go with {got}, which needs the norm of all gradients before the first update. "
-            "Leave that out, or gradient release, which remove() of what it returned ends."
+            f"release_gradients does not go with {options.needs_norm}, which needs the norm of all gradients before "
+            "the first update. Leave that out, or gradient release, which remove() of what it returned ends."
         )
     if not options.needs_one_pass:
         raise ValueError(

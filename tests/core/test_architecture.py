@@ -30,7 +30,7 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("averages", "clipping"),
+    ("averages", "clipping", "outliers"),
     ("metrics", "rms_grads"),
     ("new_groups", "checkpoints"),
     ("optimizer",),

@@ -57,6 +57,9 @@ MISSPELT_OR_OF_ALL = [
 ]
 FOR_ALL: list[tuple[Options, str, Any]] = [
     *(({}, "max_grad_norm", value) for value in (-1.0, 0, nan, "1", True)),
+    *(({}, "outliers", value) for value in ("keep", True, 6.0)),
+    *(({"outliers": "clip"}, "outlier_sigma", value) for value in (0, -1.0, nan, float("inf"), "6", None)),
+    ({"schedule": "lagged"}, "outliers", "clip"),
     ({"schedule": "lagged"}, "max_grad_norm", 1.0),
     ({"max_grad_norm": 1.0}, "schedule", "lagged"),
     ({"skip_nonfinite": True}, "schedule", "lagged"),
@@ -179,6 +182,8 @@ CONTRADICTIONS: list[tuple[Options, str]] = [
     ({"master_weights": True, "stochastic_rounding": True}, "Use one of the two"),
     ({"dtype": torch.float16, "stochastic_rounding": True}, "wanted some of torch.bfloat16"),
     ({"seed": 3}, "without stochastic_rounding"),
+    ({"outlier_sigma": 3.0}, "outlier_sigma=3.0 without outliers, wanted both"),
+    ({"schedule": "lagged", "outliers": "skip"}, 'schedule="lagged" with outliers=\'skip\'.*Use schedule="exact"'),
     ({"total_numel": 1}, "total_numel=1, but this rank alone has 50 elements"),
 ]
 

@@ -19,6 +19,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"schedule": "lagged", "corrected_decay": True, "cautious_decay": True},
     {"amsgrad": True, "max_grad_norm": 0.1},
     {"state_dtype": "8bit"},
+    {"outliers": "clip", "decay": "decoupled"},
 ]
 
 

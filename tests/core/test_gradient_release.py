@@ -344,6 +344,7 @@ def test_decoupled_decay_needs_no_schedule_and_can_release(monkeypatch: pytest.M
         ({}, 'schedule="exact".*Use schedule="lagged"'),
         ({"max_grad_norm": 1.0}, r"max_grad_norm=1\.0, which needs the norm of all gradients"),
         ({"skip_nonfinite": True}, "skip_nonfinite=True, which needs the norm"),
+        ({"outliers": "skip"}, "outliers='skip', which needs the norm"),
     ],
 )
 def test_refused_options(options: dict[str, Any], message: str) -> None:

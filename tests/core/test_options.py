@@ -53,7 +53,7 @@ def test_what_had_offload_in_version_0_2_is_loaded_or_refused() -> None:
     optimizer = FusedAdamS(params, offload=False)
     run(params, random_grads([(3,), (4,)], 1), optimizer)
     again = pickle.loads(pickle.dumps(optimizer))
-    assert len(tuple(again.options)) == 10
+    assert tuple(again.options)[9] is False
     assert again.options == optimizer.options
     state = optimizer.__getstate__()
     pickled = pickle.dumps({**state, "options": state["options"]._replace(offload=True)})
