@@ -15,7 +15,8 @@ constexpr float LARGEST_EXP_AVG_CODE = 127, LARGEST_ROOT_CODE = 255;
 // A block whose scale is not larger has codes of 0: its inverse would overflow.
 constexpr float LEAST_SCALE = 1e-35f;
 
-// What values are multiplied by before they are rounded: codes have 8 bits of fraction until random bits are added.
+// Returns the factor that values are multiplied by before rounding: codes have 8 bits of fraction until random bits are
+// added.
 SWD_INLINE float to_fixed_point(float scale) { return scale > LEAST_SCALE ? 256 / scale : 0; }
 
 // For both moments of the elements of a block, whose number is row-major in the whole tensor. Apart from the bits that

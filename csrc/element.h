@@ -5,7 +5,7 @@
 
 namespace swd {
 
-// What an element needs to know besides itself, in the type that computes. Made by scalars_of in schedule.h.
+// The scalars of an element's update, in the type that computes. Made by scalars_of in schedule.h.
 template <typename T>
 struct Scalars {
   T grad_scale;  // clip factor, divided by the loss scale; negative to maximize
@@ -48,7 +48,7 @@ template <bool AMSGRAD, Decay DECAY, bool FROM_GRAD, typename V, typename T>
 SWD_INLINE V update_element(V& param, V& exp_avg, V& exp_avg_sq, V& max_exp_avg_sq, V grad, const Scalars<T>& s) {
   grad *= s.grad_scale;
   if constexpr (DECAY == Decay::L2) grad += s.l2 * param;
-  // As torch's lerp: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small one.
+  // Computed as torch's lerp is: where the gradient has the larger weight, m + (1 - beta1)(g - m) would lose a small m.
   exp_avg = (FROM_GRAD ? grad : exp_avg) + s.exp_avg_slope * (grad - exp_avg);
   exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * grad * grad;
   V averaged = exp_avg_sq;

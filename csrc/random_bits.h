@@ -1,5 +1,5 @@
-// Random bits for stochastic rounding, from a hash of what they are for: the same in every run, on any number of
-// threads.
+// Random bits for stochastic rounding, hashed from seed, tensor, step and element: the same in every run, on any number
+// of threads.
 #pragma once
 
 #include <cstdint>

@@ -27,14 +27,14 @@ inline double bias_correction(double beta, double step, const Hyper& hyper) {
   return 1 - hyper.corrects_bias * std::pow(beta, step);
 }
 
-// The mean of v^ over `numel` elements, from the sums between the passes: what v^ has of the steps before, and what it
-// gets from this step's gradients before they are multiplied by `grad_factor`.
+// Returns the mean of v^ over `numel` elements, from the sums between the passes: `carried` comes from the steps
+// before, `fresh` from this step's gradients before they are multiplied by `grad_factor`.
 inline double mean_of_sums(double carried, double fresh, double grad_factor, double numel) {
   return (carried + grad_factor * grad_factor * fresh) / std::max(1.0, numel);
 }
 
-// What weights are multiplied by. A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which
-// would spread to all weights.
+// Returns the factor that weights are multiplied by. A mean of zero (no gradient but zeros so far) decays nothing; nor
+// does NaN, which would spread to all weights.
 inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {
   const double decoupled = hyper.decay_lr * hyper.decoupled_decay;
   if (!(exp_avg_sq_mean > 0)) return 1 - decoupled;
@@ -42,7 +42,7 @@ inline double decay_factor(double exp_avg_sq_mean, const Hyper& hyper) {
   return 1 - std::min(scheduled, hyper.max_decay) - decoupled;
 }
 
-// As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Written so that a NaN norm gives NaN.
+// Returns the clipping factor of torch.nn.utils.clip_grad_norm_, its 1e-6 included. A NaN norm gives NaN.
 inline double clip_factor(double grad_norm, double max_grad_norm) {
   const double factor = max_grad_norm / (grad_norm + 1e-6);
   return factor > 1 ? 1 : factor;

@@ -80,7 +80,7 @@ SWD_INLINE void split_each(uint16_t* __restrict params, uint16_t* __restrict rem
   }
 }
 
-// What is cut off is how likely it is to round up. NaN and infinity stay what they are.
+// Rounds up with a probability given by the bits that are cut off. NaN and infinity stay as they are.
 SWD_INLINE BFloat16Bits narrow_stochastically(float x, uint32_t key, uint32_t element) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -177,7 +177,7 @@ SWD_INLINE double sum_each(const T* values, int64_t n) {
 
 // --- Updates
 
-// What is updated, V at a time: an array,
+// The weights to be updated, V at a time: an array,
 template <typename T>
 struct Weights {
   template <typename V>

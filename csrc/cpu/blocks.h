@@ -19,8 +19,8 @@ struct Float16Bits {
   uint16_t bits;
 };
 
-// What an update leaves for the next step and for the log: the sums of exp_avg_sq (of max_exp_avg_sq with amsgrad)
-// and of grad^2.
+// The sums that an update leaves for the next step and for the log: those of exp_avg_sq (of max_exp_avg_sq with
+// amsgrad) and of grad^2.
 struct UpdateSums {
   double averaged = 0, grad = 0;
   void operator+=(const UpdateSums& other) {

@@ -26,7 +26,7 @@ class ChunkWalk {
     first_cost_.reserve(tensors + 1);
   }
 
-  // Of tensors that lie in another order than they are walked in, several chunks are better taken together.
+  // Several chunks at once are better for tensors that lie in another order than they are walked in.
   void add_tensor(int64_t numel, int64_t chunks_at_once = 1) {
     numels_.push_back(numel);
     first_chunk_.push_back(first_chunk_.back() + (numel + CHUNK - 1) / CHUNK);
@@ -67,7 +67,7 @@ class ChunkWalk {
   }
 
  private:
-  // What a tensor costs besides its elements, in elements: keeps the shares even among many small tensors.
+  // The fixed cost of a tensor, in elements: keeps the shares even among many small tensors.
   static constexpr int64_t TENSOR_COST = 512;
 
   int64_t tensor_of(int64_t chunk) const {

@@ -1,4 +1,4 @@
-// What each pass does with one chunk of a tensor, in the type T that computes.
+// The work of each pass on one chunk of a tensor, in the type T that computes.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace swd {
 
-// Calls f(begin, n) for each block of a chunk and adds what it returns.
+// Calls f(begin, n) for each block of a chunk and adds up the results.
 template <typename Sum, typename F>
 Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
   Sum total{};
@@ -57,7 +57,7 @@ void write_param(const Operands& x, const T* param, int64_t begin, int64_t n, Ro
   }
 }
 
-// What is updated: the parameter, its master, or the master that it makes together with a remainder.
+// Reads the weights to be updated: the parameter, its master, or the master made of parameter and remainder.
 template <typename T>
 T* read_weight(const Operands& x, T* scratch, int64_t begin, int64_t n) {
   if (!x.master) return x.param.read(scratch, begin, n);
@@ -111,7 +111,7 @@ UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scala
     x.exp_avg.write(exp_avg, i, n);
     x.exp_avg_sq.write(exp_avg_sq, i, n);
     if (ema_param) x.ema_param->write(ema_param, i, n);
-    // The sum is that of what is stored, or it would drift from it.
+    // The sum is of the stored values: a sum of unrounded ones would drift from them.
     if (!x.averaged.is<T>()) sums.averaged = sum(x.averaged.read(scratch[0], i, n), n);
     return sums;
   });
@@ -138,7 +138,7 @@ inline int64_t first_element(int64_t columns, int64_t block) {
 }
 
 // Calls f(element, n, block, cursor) for blocks that follow one another, no more than BLOCK elements and as many rows
-// as they hold, along a chunk of the walk. Adds what it returns.
+// as they hold, along a chunk of the walk. Adds up the results.
 template <typename Sum, typename F>
 Sum sum_of_rows(const CodedMoments& coded, int64_t begin, int64_t end, const F& f) {
   const int64_t columns = coded.columns, blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;

@@ -17,9 +17,8 @@ struct CodedBlocks {
   float* root_scales;
 };
 
-// How elements that follow one another are cut: rows of `columns` elements into blocks, of which the last one may be
-// short. Says where a block begins, and its number: in a row they follow one another, from row to row they grow by
-// `pitch`.
+// Cuts consecutive elements into blocks: the last block of each row of `columns` elements may be short. Says where a
+// block begins, and its number: consecutive in a row, growing by `pitch` from row to row.
 struct BlockCursor {
   int64_t columns, column, first_number_of_row, pitch;
 
@@ -45,7 +44,7 @@ double sum_coded(const uint8_t* root, const float* root_scales, int64_t n, Block
 // Second moments as numbers.
 void decode_exp_avg_sq(float* exp_avg_sq, const uint8_t* root, const float* root_scales, int64_t n, BlockCursor cursor);
 
-// What update_coded consists of, for each instruction set.
+// The loops of update_coded, for each instruction set.
 UpdateBlocks update_blocks_in_plain_loops, update_blocks_by_avx2, update_blocks_by_avx512;
 bool has_avx2();
 bool has_avx512();

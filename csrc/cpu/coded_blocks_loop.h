@@ -11,7 +11,7 @@ namespace {
 // Elements that are updated, and of the block before rounded, at once.
 constexpr int64_t PART = 32;
 
-// What an update leaves of a block before it is rounded.
+// A block's updated moments before they are rounded.
 struct FreshBlock {
   alignas(64) float exp_avg[CODE_BLOCK], root[CODE_BLOCK];
 };

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t CACHE_LINE = 64;
 
-// Rows of a plane are mostly in pages of their own, of which no machine fetches the next one by itself.
+// Rows of a plane are mostly in pages of their own, and no machine prefetches the next page by itself.
 constexpr int64_t AHEAD = 16;
 
 template <bool FOR_WRITING = false, typename Word>
@@ -130,7 +130,7 @@ class LayoutCopy {
 
  private:
   void copy_box(int64_t first, int64_t count, Word* tensor, Word* array) {
-    // What lies nearest in memory, if not along the walk.
+    // The dimension whose elements lie nearest in memory, if it is not the walk's.
     int64_t nearest = last_;
     for (int64_t d = first; d < last_; ++d) {
       if (runs_[d].stride != 0 && runs_[d].stride < runs_[nearest].stride) nearest = d;

@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 template <typename T>
 constexpr ScalarType scalar_type_of = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Double;
 
-// What is asked of a tensor, asked once: each question is a call across the ABI, which a thousand tensors feel.
+// A tensor's properties, read once: each is a call across the ABI, which adds up for a thousand tensors.
 struct View {
   explicit View(const Tensor& tensor)
       : data(static_cast<char*>(tensor.data_ptr())),
@@ -148,7 +148,7 @@ inline std::vector<Run> in_memory_order(const Positions& positions) {
 
 class ElementNumbers;
 
-// What reads and writes elements wants one array: Staged (staged.h) makes it one.
+// A tensor of any dtype and layout. Loops over elements want one array: Staged (staged.h) makes it one.
 class Operand {
  public:
   Operand() = default;
@@ -220,8 +220,8 @@ class Operand {
   Positions positions_;
 };
 
-// The numbers that tell a tensor's elements apart where rounding is stochastic: row-major in the whole tensor, of which
-// this one may be a shard, whatever the strides in memory are. So layouts and shards do not change the random bits.
+// The numbers of a tensor's elements, for stochastic rounding: row-major in the whole tensor, of which this one may be
+// a shard, whatever the strides in memory are. So layouts and shards do not change the random bits.
 class ElementNumbers {
  public:
   ElementNumbers(int64_t first, Positions positions) : first_(first), positions_(positions) {}

@@ -18,20 +18,20 @@ using TensorList = std::vector<Tensor>;
 // Stands in place of a gradient's address for a parameter without one. Not 0, which is the address of an empty one.
 constexpr int64_t NO_GRAD = -1;
 
-// Moments in 8 bits, which are row-major, and so is the walk over all that belongs to them. Blocks lie within rows of
-// `columns` elements.
+// Moments in 8 bits. They are row-major, and so is the walk over their operands. Blocks lie within rows of `columns`
+// elements.
 struct CodedMoments {
   CodedBlocks blocks;
-  int64_t columns, first_block, block_pitch;  // by which blocks are numbered: of the first one, and from row to row
+  int64_t columns, first_block, block_pitch;  // the number of the first block, and its growth from row to row
 };
 
 // All that belongs to one parameter. `averaged` is max_exp_avg_sq with amsgrad, and exp_avg_sq without.
 struct Operands {
   int64_t numel;
   bool has_grad;   // without one the tensor takes no part in the step
-  bool in_double;  // what computes
+  bool in_double;  // whether it is computed in double
   Operand param, exp_avg, exp_avg_sq, averaged, grad;
-  std::optional<Operand> master;  // what is updated instead of `param`, which is it rounded; or its remainder
+  std::optional<Operand> master;  // updated in place of `param`, its rounded copy; or the remainder
   std::optional<Operand> ema_param;
   std::optional<ElementNumbers> numbers;
   std::optional<CodedMoments> coded;  // in place of exp_avg and exp_avg_sq
@@ -45,17 +45,16 @@ struct Operands {
   std::vector<Run> own_runs;
 };
 
-// Checks that all tensors fit their parameters, and returns where each is, and how it lies in memory. `max_exp_avg_sqs`
-// is empty without amsgrad, `masters` without master weights, of which `params` are else the rounded copies; where
-// those are bfloat16, they may be remainders (int16, see masters.h). `ema_params` is empty without averages. Where a
-// tensor's moments are codes it has scales, which are else empty; without any codes so are the lists of scales. By
-// tensor, all int64: `groups` are rows of the table of hyper-parameters; `tensor_ids` tell tensors apart where rounding
-// is stochastic; `numbers`, which that needs too, are the numbers of its elements, that of the first one and by how
-// much it grows along each dimension; `block_numbers`, which codes need, are the number of its first block, and by how
-// much it grows from row to row.
+// Checks that all tensors fit their parameters, and returns where each is and how it lies in memory. Each list has one
+// tensor for each parameter, or is empty: `max_exp_avg_sqs` without amsgrad, `ema_params` without averages, the lists
+// of scales without 8-bit moments (an empty tensor stands for the scales of other moments), and `masters` without
+// master weights. Masters are float32, or for bfloat16 parameters remainders (int16, see masters.h). The int64 tensors
+// have one entry for each parameter: `groups`, its row in the table of hyper-parameters; `tensor_ids`, which stochastic
+// rounding hashes; `numbers`, for stochastic rounding too, the number of its first element and the growth along each
+// dimension; `block_numbers`, for 8-bit moments, the number of its first block and the growth from row to row.
 //
-// The result begins with HEADER numbers; then come, one for each tensor, the gradients' addresses, which are what
-// changes from step to step, and may be overwritten there.
+// The result begins with HEADER numbers. The gradients' addresses follow, one for each parameter: only they change from
+// step to step, and may be overwritten in place.
 Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
                    TensorList masters, TensorList ema_params, TensorList exp_avg_scales, TensorList exp_avg_sq_scales,
                    TensorList grads, Tensor groups, Tensor tensor_ids, std::optional<Tensor> numbers,
@@ -63,7 +62,7 @@ Tensor description(TensorList params, TensorList exp_avgs, TensorList exp_avg_sq
 
 constexpr size_t HEADER = 7;
 
-// Reads that.
+// Reads the result of `description`.
 class OperandsReader {
  public:
   explicit OperandsReader(const Tensor& description);

@@ -17,7 +17,7 @@ Tensor results(const std::vector<double>& numbers) { return as_tensor(numbers, S
 
 double sum_of(const std::vector<double>& numbers) { return std::accumulate(numbers.begin(), numbers.end(), 0.0); }
 
-// What pass 1 makes of the sums of grad^2.
+// The results of pass 1.
 struct GradientSums {
   double grad = 0, carried = 0, fresh = 0;
 
@@ -49,7 +49,7 @@ struct LastSums {
   }
 };
 
-// Calls f(begin, end) for each chunk, and leaves what it returns.
+// Calls f(begin, end) for each chunk, and stores the results.
 template <typename Sum, typename F>
 void for_each_chunk(const ChunkWalk::Stretch& stretch, Sum* sums, const F& f,
                     Direction direction = Direction::Forward) {
@@ -90,7 +90,7 @@ class Walk {
     return std::accumulate(numels.begin(), numels.end(), int64_t{0});
   }
 
-  // What a step of all of them costs, in elements.
+  // Returns the cost of a step of all tensors, in elements.
   int64_t cost() const { return chunks_.cost(); }
 
   std::vector<double> gradient_sums(Team& team) const {

@@ -9,11 +9,11 @@
 
 namespace swd {
 
-// `description` is that of the step's tensors, see operands.h. By tensor: `sums` (float64) are those of exp_avg_sq, or
-// of max_exp_avg_sq with amsgrad; `steps` (float32) counts the steps taken so far. `hyper` (float64) is the table of
-// schedule.h, with a row for each group. Single float64 numbers are `exp_avg_sq_mean`, `grad_factor` (what gradients
-// are multiplied by: the clip factor, divided by the loss scale; none is 1) and `skip` (not 0: change nothing). v^ is
-// the second moment after bias correction.
+// `description` describes the step's tensors, see operands.h. With one entry for each tensor: `sums` (float64), the
+// sums of exp_avg_sq, or of max_exp_avg_sq with amsgrad; `steps` (float32), the steps taken so far. `hyper` (float64)
+// is the table of schedule.h, with a row for each group. Single float64 numbers are `exp_avg_sq_mean`, `grad_factor`
+// (gradients are multiplied by it: the clip factor, divided by the loss scale; none is 1) and `skip` (not 0: change
+// nothing). v^ is the second moment after bias correction.
 
 // Pass 1. Returns the sum of grad^2 and, for the sum of v^ after this step, the part carried over from the step before
 // and the part that comes from these gradients: carried + grad_factor^2 * fresh.

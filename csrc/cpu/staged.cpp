@@ -7,7 +7,7 @@
 namespace swd {
 namespace {
 
-// What of a parameter may have to be copied; the gradient is only read.
+// The operands that may have to be copied back; the gradient is only read.
 constexpr std::array WRITTEN = {&Operands::param, &Operands::exp_avg, &Operands::exp_avg_sq, &Operands::averaged};
 constexpr std::array WRITTEN_IF_THERE = {&Operands::master, &Operands::ema_param};
 constexpr size_t GRAD = WRITTEN.size() + WRITTEN_IF_THERE.size(), PLACES = GRAD + 1;

@@ -25,7 +25,7 @@ class Team {
   static void run(int64_t elements, const Program& program);
 
   // Calls f(i) for i from 0 to `portions`, and returns when all are done. Each thread begins with a share of its own,
-  // in each pass the same one: what it has read is then still in its cache. Backward, it meets first what it read last.
+  // the same one in each pass, which is then still in its cache. Backward, it meets first the portions it read last.
   void each(int64_t portions, bool backward, const Portion& f);
 
  private:

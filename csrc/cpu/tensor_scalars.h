@@ -1,4 +1,4 @@
-// What holds for each tensor of a step besides its elements.
+// The scalars of each tensor in a step.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
