@@ -13,64 +13,36 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import math
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from matplotlib.figure import Figure
+from rich.progress import Progress
 from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import MultiStepLR
 
-from benchmarks.demo_plot import draw
-from swd_fused import FusedAdamS, __version__
+from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
+from benchmarks.drawing import GREY, PALETTE, save, tidy
+from benchmarks.paper.data.images import Batch
+from benchmarks.paper.optimizers import adamw_weight_decay
+from benchmarks.studies.rows import Row, chosen, read_rows
+from benchmarks.studies.runner import command
+from benchmarks.studies.samples import TRAIN_SIZE, digits
+from benchmarks.studies.training import Lesson, Point, train
+from swd_fused import FusedAdamS
 
 LR = 1e-3
+ADAMS, ADAMW = "FusedAdamS", "AdamW"
 ADAMS_WEIGHT_DECAY = 5e-4
 ADAMW_WEIGHT_DECAY = 0.19  # as much in total as FusedAdamS's over the default 30 epochs
 MILESTONES = (0.4, 0.8)
-TRAIN_SIZE = 1347
-
-
-@dataclass(frozen=True)
-class Digits:
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-    def batches(self, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Whole batches only: BatchNorm over the few images left would make gradients several times as large."""
-        order = torch.randperm(len(self.train_labels), generator=shuffle)
-        whole = len(order) // batch_size * batch_size
-        for indices in order[:whole].split(batch_size):
-            yield self.train_images[indices], self.train_labels[indices]
-
-
-def digits() -> Digits:
-    """Images of 8 by 8 pixels, a quarter of them to test with: the same split whatever the seed of the run."""
-    pixels, labels = load_digits(return_X_y=True)
-    train, test, train_labels, test_labels = train_test_split(
-        pixels, labels, train_size=TRAIN_SIZE, random_state=0, stratify=labels
-    )
-    mean, std = train.mean(), train.std()
-
-    def images(pixels: Any) -> Tensor:
-        return torch.tensor((pixels - mean) / std, dtype=torch.float32).reshape(-1, 1, 8, 8)
-
-    return Digits(images(train), torch.tensor(train_labels), images(test), torch.tensor(test_labels))
 
 
 def convolutional_net() -> nn.Sequential:
@@ -88,176 +60,150 @@ def convolutional_net() -> nn.Sequential:
     )
 
 
-def parameter_count(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
-
-
-@dataclass(frozen=True)
-class Step:
-    """A row of the CSV, before the conditions of the run are added."""
-
-    optimizer: str
-    step: int
-    epoch: int
-    lr: float
-    train_loss: float
-    grad_norm: float
-    rms_grad: float
-    weight_decay: float
-    step_us: float
-
-
-@dataclass
-class Run:
-    """One model in training. `weight_decay` is in AdamW's terms for both, so that the two can be compared.
+class SideBySide(Lesson):
+    """Two models in training. `rows` has every step of both; `weight_decay` is in AdamW's terms there.
 
     `rms_grad` is the root of the mean second moment after bias correction, which FusedAdamS divides its decay by.
     """
 
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rms_grad: Callable[[], float]
-    weight_decay: Callable[[], float]
-    steps: list[Step] = field(default_factory=list)
+    def __init__(self, seed: int, epochs: int, batch_size: int, adamw_decay: float) -> None:
+        torch.manual_seed(seed)
+        self.data, self.batch_size = digits(), batch_size
+        model = convolutional_net()
+        twin = copy.deepcopy(model)
+        adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=adamw_decay, fused=True)
+        adams = FusedAdamS(twin.parameters(), lr=LR, weight_decay=ADAMS_WEIGHT_DECAY)
+        steps = self.data.train_steps(batch_size)
+        milestones = [max(1, round(share * epochs * steps)) for share in MILESTONES]
+        self.sides = {ADAMW: (model, adamw), ADAMS: (twin, adams)}
+        self.schedules = [MultiStepLR(optimizer, milestones, gamma=0.1) for _, optimizer in self.sides.values()]
+        self.rows: list[Row] = []
+        super().__init__(nn.ModuleList([model, twin]), adams, self.schedules[1], [steps] * epochs)
+        self.generator.manual_seed(seed)
 
-    def take_step(self, step: int, epoch: int, images: Tensor, labels: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss = cross_entropy(self.model(images), labels)
+    def batches(self) -> Iterator[Batch]:
+        return self.data.train_batches(self.batch_size, self.generator, augment=False)
+
+    def step(self, batch: Batch) -> None:
+        self.steps += 1
+        names = list(self.sides)
+        for name in names if self.steps % 2 else reversed(names):
+            self.rows.append(self.side_step(name, *batch))
+        for schedule in self.schedules:
+            schedule.step()
+
+    def side_step(self, name: str, images: Tensor, labels: Tensor) -> Row:
+        model, optimizer = self.sides[name]
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
         loss.backward()
         start = time.perf_counter()
-        self.optimizer.step()
+        optimizer.step()
         step_us = (time.perf_counter() - start) * 1e6
         # After the step, so that no optimizer finds gradients that were just read into the cache for this.
-        grad_norm = nn.utils.get_total_norm([param.grad for param in self.model.parameters() if param.grad is not None])
-        lr = self.optimizer.param_groups[0]["lr"]
-        decay = self.weight_decay()
-        self.steps.append(
-            Step(self.name, step, epoch, lr, loss.item(), grad_norm.item(), self.rms_grad(), decay, step_us)
-        )
+        norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        return {
+            "optimizer": name,
+            "step": self.steps,
+            "epoch": 1 + (self.steps - 1) // self.windows[0],
+            "lr": optimizer.param_groups[0]["lr"],
+            "train_loss": loss.item(),
+            "grad_norm": norm.item(),
+            "rms_grad": rms_grad(optimizer),
+            "weight_decay": adamw_weight_decay(optimizer),
+            "step_us": step_us,
+        }
 
-    def mean_weight_decay(self) -> float:
-        """The constant weight decay that with the same learning rates would have decayed as much in total."""
-        return sum(step.lr * step.weight_decay for step in self.steps) / sum(step.lr for step in self.steps)
-
-    def last_epoch(self) -> list[Step]:
-        return [step for step in self.steps if step.epoch == self.steps[-1].epoch]
+    def point(self, is_last: bool) -> Point:
+        return {}
 
     @torch.no_grad()
-    def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        self.model.eval()
-        return (self.model(images).argmax(1) == labels).double().mean().item()
+    def accuracy(self, name: str) -> float:
+        model, _ = self.sides[name]
+        model.eval()
+        return (model(self.data.test_images).argmax(1) == self.data.test_labels).double().mean().item()
 
 
-def rms_of_second_moments(optimizer: torch.optim.AdamW) -> float:
+def rms_grad(optimizer: torch.optim.Optimizer) -> float:
     """Computes for AdamW what FusedAdamS knows, by its definition."""
+    if isinstance(optimizer, FusedAdamS):
+        return math.sqrt(optimizer.exp_avg_sq_mean)
     beta2 = optimizer.param_groups[0]["betas"][1]
     states = optimizer.state.values()
     total = sum(float(state["exp_avg_sq"].sum(dtype=torch.float64) / (1 - beta2 ** state["step"])) for state in states)
     return math.sqrt(total / sum(state["exp_avg_sq"].numel() for state in states))
 
 
-def same_start(seed: int, adamw_weight_decay: float) -> tuple[Run, Run]:
-    torch.manual_seed(seed)
-    model = convolutional_net()
-    twin = copy.deepcopy(model)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=adamw_weight_decay, fused=True)
-    adams = FusedAdamS(twin.parameters(), lr=LR, weight_decay=ADAMS_WEIGHT_DECAY)
-    return (
-        Run(
-            "AdamW",
-            model,
-            adamw,
-            rms_grad=lambda: rms_of_second_moments(adamw),
-            weight_decay=lambda: adamw.param_groups[0]["weight_decay"],
-        ),
-        Run(
-            "FusedAdamS",
-            twin,
-            adams,
-            rms_grad=lambda: math.sqrt(adams.exp_avg_sq_mean),
-            weight_decay=lambda: adams.effective_weight_decay()[0],
-        ),
-    )
-
-
-def train(runs: Sequence[Run], data: Digits, epochs: int, batch_size: int, seed: int, console: Console) -> None:
-    total = epochs * (len(data.train_labels) // batch_size)
-    milestones = [max(1, round(share * total)) for share in MILESTONES]
-    lr_schedules = [MultiStepLR(run.optimizer, milestones, gamma=0.1) for run in runs]
-    shuffle = torch.Generator().manual_seed(seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total)
-        step = 0
-        for epoch in range(1, epochs + 1):
-            progress.update(bar, description=f"epoch {epoch} of {epochs}")
-            for images, labels in data.batches(batch_size, shuffle):
-                step += 1
-                for run in runs if step % 2 else reversed(runs):
-                    run.take_step(step, epoch, images, labels)
-                for lr_schedule in lr_schedules:
-                    lr_schedule.step()
-                progress.advance(bar)
-
-
-def results_table(adamw: Run, adams: Run, data: Digits) -> Table:
-    images = len(data.test_labels)
+def results_table(lesson: SideBySide) -> Table:
+    images, epochs = len(lesson.data.test_labels), len(lesson.windows)
     table = Table(
-        title=f"scikit-learn digits, {adamw.steps[-1].epoch} epochs",
+        title=f"scikit-learn digits, {epochs} epochs",
         caption="Weight decay: mean over the run, weighted by lr, in AdamW's terms. Compare loss\n"
         "and gradient norm only where it is equal: less decay lowers both by itself.\n"
         "Loss, gradient norm: mean over the last epoch's minibatches, in train mode.\n"
         f"Test: {images} images, {1 / images:.2%} each. Time: median of optimizer.step(), one thread;\n"
-        f"with {parameter_count(adams.model):,} parameters most of it is the cost of the call.",
+        f"with {parameter_count(lesson):,} parameters most of it is the cost of the call.",
         caption_justify="left",
     )
     table.add_column("optimizer", no_wrap=True)
     for heading in ("weight decay", "train loss", "gradient norm", "test accuracy", "step time", "ratio"):
         table.add_column(heading, justify="right")
-    adamw_us = median(step.step_us for step in adamw.steps)
-    for run in (adamw, adams):
-        last = run.last_epoch()
-        step_us = median(step.step_us for step in run.steps)
+    times = {name: median(row["step_us"] for row in chosen(lesson.rows, optimizer=name)) for name in lesson.sides}
+    for name, step_us in times.items():
+        rows = chosen(lesson.rows, optimizer=name)
+        last = chosen(rows, epoch=epochs)
         table.add_row(
-            run.name,
-            f"{run.mean_weight_decay():.2f}",
-            f"{fmean(step.train_loss for step in last):.2e}",
-            f"{fmean(step.grad_norm for step in last):.2e}",
-            f"{run.accuracy(data.test_images, data.test_labels):.2%}",
+            name,
+            f"{mean_weight_decay(rows):.2f}",
+            f"{fmean(row['train_loss'] for row in last):.2e}",
+            f"{fmean(row['grad_norm'] for row in last):.2e}",
+            f"{lesson.accuracy(name):.2%}",
             f"{step_us:.0f} µs",
-            f"{step_us / adamw_us:.2f}",
+            f"{step_us / times[ADAMW]:.2f}",
         )
     return table
 
 
-def write_csv(path: Path, runs: Sequence[Run], conditions: dict[str, Any]) -> None:
-    rows = [{**asdict(step), **conditions} for run in runs for step in run.steps]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+def mean_weight_decay(rows: Sequence[Row]) -> float:
+    """The constant weight decay that with the same learning rates would have decayed as much in total."""
+    return sum(row["lr"] * row["weight_decay"] for row in rows) / sum(row["lr"] for row in rows)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A second thread gains nothing at this size, and made a run 14 times as long when its core was busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def parameter_count(lesson: SideBySide) -> int:
+    return sum(param.numel() for param in lesson.sides[ADAMS][0].parameters())
 
 
-def between(least: int, most: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"got {value}, wanted {least} to {most}")
-        return value
-
-    return number
+def draw(rows: Sequence[Row], picture: Path) -> Path:
+    """What FusedAdamS's schedule does, and not who trains better: gradients, and the weight decay that follows."""
+    own = chosen(rows, optimizer=ADAMS)
+    steps, lrs, rms, decays = (
+        np.array([row[name] for row in own]) for name in ("step", "lr", "rms_grad", "weight_decay")
+    )
+    epochs = steps * own[-1]["epoch"] / steps[-1]
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    gradients, decay = figure.subplots(2, sharex=True)
+    of_step = [row["grad_norm"] / math.sqrt(row["parameters"]) for row in own]
+    gradients.plot(epochs, of_step, color=PALETTE["blue"], linewidth=0.5, alpha=0.35, label="of each step")
+    gradients.plot(epochs, rms, color=PALETTE["blue"], linewidth=2, label="running average,\nwhich divides the decay")
+    gradients.set_yscale("log")
+    gradients.set_ylabel("rms gradient")
+    constant = mean_weight_decay(own)
+    decay.plot(epochs, decays, color=PALETTE["blue"], linewidth=2, label="AdamS")
+    label = f"AdamW with the same\ntotal decay ({constant:.2g})"
+    decay.axhline(constant, color=PALETTE["red"], linewidth=2, label=label)
+    decay.set_ylim(bottom=0)
+    decay.set(xlim=(0, epochs[-1]), xlabel="epoch", ylabel="weight decay,\nin AdamW's terms")
+    for epoch in epochs[np.flatnonzero(np.diff(lrs))]:
+        for axis in (gradients, decay):
+            axis.axvline(epoch, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
+        above = gradients.get_xaxis_transform()
+        gradients.text(epoch, 1.02, "lr / 10", transform=above, ha="center", color=GREY, fontsize=9)
+    for axis in (gradients, decay):
+        tidy(axis)
+        # To the right of the panel: within it there is no place that the curves of all runs leave free.
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.4, fontsize=9)
+    note = "A small convolutional net on scikit-learn's digits: python -m benchmarks.demo"
+    return save(figure, picture, note, "AdamS: the weight decay grows as the gradients shrink")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -268,11 +214,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # 1260 steps: the running average of squared gradients spans 1000, and a run within that is all warm-up.
-    parser.add_argument(
-        "--epochs", type=between(1, 10_000), default=30, help=f"passes over the {TRAIN_SIZE} training images"
-    )
+    parser.add_argument("--epochs", type=positive, default=30, help=f"passes over the {TRAIN_SIZE} training images")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of the images")
-    parser.add_argument("--batch-size", type=between(2, TRAIN_SIZE), default=32, help="images in a step")
+    parser.add_argument("--batch-size", type=int, default=32, help=f"images in a step, 2 to {TRAIN_SIZE}")
     parser.add_argument(
         "--adamw-weight-decay",
         type=float,
@@ -280,33 +224,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="as much in total as FusedAdamS's, over 30 epochs; the paper's is 0.5",
     )
     parser.add_argument("--out", type=Path, default=Path("results/demo"), metavar="DIR", help="where to write")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not 2 <= args.batch_size <= TRAIN_SIZE:
+        parser.error(f"--batch-size {args.batch_size}, wanted 2 to {TRAIN_SIZE}")
+    return args
 
 
-@one_thread()
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    data = digits()
-    adamw, adams = same_start(args.seed, args.adamw_weight_decay)
-    train((adamw, adams), data, args.epochs, args.batch_size, args.seed, console)
-    console.print(results_table(adamw, adams, data))
-
-    conditions = {
-        "seed": args.seed,
-        "batch_size": args.batch_size,
-        "parameters": parameter_count(adams.model),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "swd_fused": __version__,
-    }
-    steps_path, picture_path = args.out / "steps.csv", args.out / "demo.png"
-    write_csv(steps_path, (adamw, adams), conditions)
-    draw(steps_path, picture_path)
-    console.print(f"Every step: {steps_path}", f"The picture: {picture_path}", sep="\n", soft_wrap=True)
+    load, threads = OtherLoad(), torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # a second one gains nothing at this size, and made a run 14 times as long when it was busy
+    try:
+        with command("demo") as console, Progress(console=console) as progress:
+            lesson = SideBySide(args.seed, args.epochs, args.batch_size, args.adamw_weight_decay)
+            bar = progress.add_task("epochs", total=args.epochs)
+            train(lesson, after_window=lambda: progress.advance(bar))
+            said = {"seed": args.seed, "batch_size": args.batch_size, "parameters": parameter_count(lesson)}
+            steps = args.out / "steps.csv"
+            write_rows(steps, [{**row, **said, **conditions(load)} for row in lesson.rows])
+            progress.stop()
+            console.print(results_table(lesson))
+            picture = draw(read_rows(steps), args.out / "demo.png")
+            console.print(f"Every step: {steps}", f"The picture: {picture}", sep="\n", soft_wrap=True)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

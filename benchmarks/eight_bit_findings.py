@@ -1,141 +1,125 @@
-"""What is found by training with moments in 8 bits: each contender against its reference, over all seeds."""
+"""What is found by training with moments in 8 bits: each contender against its reference over all seeds, and a picture.
+
+Lines of the picture are means over seeds, bands reach from the lowest seed to the highest. Nothing here measures.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.eight_bit_contenders import by_name
+from benchmarks.drawing import PALETTE, legend_above, measured_on, plain_log_ticks, save, tidy
+from benchmarks.studies.rows import Row, chosen, grouped, over_seeds
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A contender in a task, over its seeds. `difference` is from the reference's run of the same seed."""
-
-    task: str
-    contender: str
-    reference: str
-    train_loss: tuple[float, float]
-    difference: tuple[float, float]
-    held_out_loss: tuple[float, float]
-    held_out_difference: tuple[float, float]
-    accuracy: float
-    sum_of_v: float
-    mean_of_v_rms: float
-    largest_update: float
-    spread: float
-    held_out_spread: float
-
-    @property
-    def no_worse(self) -> bool:
-        """Whether no loss is higher than the reference's by more than the reference's seeds deviate."""
-        return self.difference[0] <= self.spread and self.held_out_difference[0] <= self.held_out_spread
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
-
-
-def findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        for name in dict.fromkeys(row["contender"] for row in of_task):
-            reference = by_name(name).reference
-            own, others = ({int(r["seed"]): r for r in of_task if r["contender"] == n} for n in (name, reference))
-
-            def values(column: str, runs: dict[int, Row]) -> list[float]:
-                return [float(runs[seed][column]) for seed in sorted(runs)]
-
-            def differences(column: str, own: dict[int, Row] = own, others: dict[int, Row] = others) -> list[float]:
-                return [float(own[seed][column]) - float(others[seed][column]) for seed in sorted(own)]
-
-            yield Finding(
-                task,
-                name,
-                reference,
-                mean_and_deviation(values("train_loss", own)),
-                mean_and_deviation(differences("train_loss")),
-                mean_and_deviation(values("held_out_loss", own)),
-                mean_and_deviation(differences("held_out_loss")),
-                fmean(values("held_out_accuracy", own)),
-                fmean(values("sum_of_v", own)),
-                math.sqrt(fmean(value**2 for value in values("mean_of_v_rms", own))),
-                max(values("largest_update", own)),
-                mean_and_deviation(values("train_loss", others))[1],
-                mean_and_deviation(values("held_out_loss", others))[1],
-            )
-
-
-def compared(difference: float, spread: float) -> str:
-    if abs(difference) <= spread:
-        return "within the spread"
-    return "lower by more than the spread" if difference < 0 else "HIGHER by more than the spread"
-
-
-def verdict(finding: Finding) -> str:
-    if not finding.spread or not finding.train_loss[1]:
-        return f"{finding.task}: {finding.contender} is not judged: one seed has no spread."
-    losses = (
-        ("training", finding.difference[0], finding.spread),
-        ("held-out", finding.held_out_difference[0], finding.held_out_spread),
-    )
-    said = (f"{kind} loss {value:+.4f}, {compared(value, spread)} of {spread:.4f}" for kind, value, spread in losses)
-    judged = "no worse" if finding.no_worse else "WORSE"
-    return f"{finding.task}: {finding.contender} is {judged} than {finding.reference}: {'; '.join(said)}"
-
-
+NAMES = {"cnn": "Convolutional net, digits with noise", "gpt": "GPT, characters of Python's library"}
+LOSSES = {"training": "train_loss", "held-out": "held_out_loss"}
+# Of contenders in their order; float32 is dashed.
+STYLES = (
+    *(("#000000", "--"), (PALETTE["blue"], "-"), ("#BBBBBB", "--")),
+    *(("#777777", "--"), (PALETTE["pink"], "-"), (PALETTE["red"], "-")),
+)
 HEADINGS = (
-    "train loss",
-    "difference",
-    "held-out loss",
-    "accuracy",
-    "sum of v",
-    "mean of v, rms",
-    "largest update / lr",
+    *("train loss", "difference", "held-out loss", "accuracy"),
+    *("sum of v", "mean of v, rms", "largest update / lr"),
 )
 
 
-def cells(finding: Finding) -> list[str]:
-    is_reference = finding.contender == finding.reference
+def differences(rows: Sequence[Row], contender: str, reference: str, column: str) -> list[float]:
+    """Within seeds."""
+    others = {row["seed"]: row[column] for row in chosen(rows, contender=reference)}
+    return [row[column] - others[row["seed"]] for row in chosen(rows, contender=contender) if row["seed"] in others]
+
+
+def report(rows: Sequence[Row], references: Mapping[str, str]) -> Iterator[str | Table]:
+    """A table for each task, then verdicts."""
+    verdicts = []
+    for (task,), of_task in grouped(rows, ["task"]).items():
+        first, seeds = of_task[0], len({row["seed"] for row in of_task})
+        title = f"{task}: {first['parameters']:,} parameters, {first['steps']} steps, {seeds} seeds (mean ± deviation)"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        table.add_column("contender", no_wrap=True)
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right")
+        for (name,), own in grouped(of_task, ["contender"]).items():
+            table.add_row(name, *cells(of_task, own, references[name]))
+            if name != references[name]:
+                verdicts.append(f"{task}: {verdict(of_task, name, references[name])}")
+        yield table
+    yield "sum of v: what is stored against float32 for the same gradients, after the last step"
+    yield "spread: standard deviation of the reference's loss over its seeds; differences are of means"
+    yield from verdicts
+
+
+def cells(of_task: Sequence[Row], own: Sequence[Row], reference: str) -> list[str]:
+    name = own[0]["contender"]
+    between = differences(of_task, name, reference, "train_loss")
     return [
-        "{:.4f} ± {:.4f}".format(*finding.train_loss),
-        "" if is_reference else "{:+.4f} ± {:.4f}".format(*finding.difference),
-        "{:.4f} ± {:.4f}".format(*finding.held_out_loss),
-        f"{finding.accuracy:.2%}",
-        f"{finding.sum_of_v:+.2%}",
-        f"{finding.mean_of_v_rms:.2%}",
-        f"{finding.largest_update:,.1f}" if finding.largest_update < 100 else f"{finding.largest_update:,.0f}",
+        spread([row["train_loss"] for row in own], ".4f"),
+        "" if name == reference or not between else spread(between, "+.4f"),
+        spread([row["held_out_loss"] for row in own], ".4f"),
+        f"{fmean(row['held_out_accuracy'] for row in own):.2%}",
+        f"{fmean(row['sum_of_v'] for row in own):+.2%}",
+        f"{math.sqrt(fmean(row['mean_of_v_rms'] ** 2 for row in own)):.2%}",
+        f"{max(row['largest_update'] for row in own):,.1f}",
     ]
 
 
-def table(task: str, found: Sequence[Finding], rows: Sequence[Row]) -> Table:
-    first = next(row for row in rows if row["task"] == task)
-    seeds = len({row["seed"] for row in rows})
-    title = f"{task}: {int(first['parameters']):,} parameters, {first['steps']} steps, {seeds} seeds (mean ± deviation)"
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("contender", no_wrap=True)
-    for heading in HEADINGS:
-        result.add_column(heading, justify="right")
-    for finding in found:
-        if finding.task == task:
-            result.add_row(finding.contender, *cells(finding))
-    return result
+def spread(values: Sequence[float], form: str) -> str:
+    return f"{fmean(values):{form}}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Returns the tables as the documentation has them."""
-    lines: list[str] = []
-    found = list(findings(rows))
-    for task in dict.fromkeys(finding.task for finding in found):
-        lines += [f"| {task} | " + " | ".join(HEADINGS) + " |", "|---|" + "---|" * len(HEADINGS)]
-        lines += [f"| {each.contender} | " + " | ".join(cells(each)) + " |" for each in found if each.task == task]
-        lines.append("")
-    return "\n".join(lines)
+def verdict(of_task: Sequence[Row], contender: str, reference: str) -> str:
+    """WORSE where a loss is higher than the reference's by more than the reference's seeds deviate."""
+    said, worse = [], False
+    for kind, column in LOSSES.items():
+        others = [row[column] for row in chosen(of_task, contender=reference)]
+        between = differences(of_task, contender, reference, column)
+        if len(others) < 2 or not between:
+            return f"{contender} is not judged: one seed has no spread."
+        value, of_seeds = fmean(between), stdev(others)
+        beyond = abs(value) > of_seeds
+        worse |= beyond and value > 0
+        where = ("HIGHER" if value > 0 else "lower") + " by more than the spread" if beyond else "within the spread"
+        said.append(f"{kind} loss {value:+.4f}, {where} of {of_seeds:.4f}")
+    return f"{contender} is {'WORSE' if worse else 'no worse'} than {reference}: {'; '.join(said)}"
+
+
+def plot(rows: Sequence[Row], points: Sequence[Row], picture: Path, bold: str) -> Path:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    figure = Figure(figsize=(5.2 * len(tasks) + 0.8, 7.2), layout="constrained")
+    panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
+    for (loss, stored), task in zip(panels.T, tasks, strict=True):
+        for axis, column, scale in ((loss, "train_loss", 1.0), (stored, "sum_of_v", 100.0)):
+            for name, (colour, line) in zip(names, STYLES, strict=False):
+                of = chosen(points, task=task, contender=name)
+                draw(axis, of, column, scale, color=colour, linestyle=line, linewidth=2 if name == bold else 1.2)
+            tidy(axis)
+        loss.set_yscale("log")
+        plain_log_ticks(loss.yaxis)
+        parameters = chosen(rows, task=task)[0]["parameters"]
+        loss.set_title(f"{NAMES[task]}, {parameters:,} parameters", fontsize=10, loc="left")
+        stored.set_xlabel("step")
+    panels[0, 0].set_ylabel("training loss")
+    panels[1, 0].set_ylabel("sum of stored v against float32's\nfor the same gradients, %")
+    legend_above(figure, list(panels[0]), columns=3)
+    said = (
+        f"Means of {len({row['seed'] for row in rows})} seeds, bands from the lowest to the highest. Same weights and "
+        "batches for all of a seed. Same hyper-parameters. AdamS: scheduled weight decay, AdamW: constant. float32 "
+        "parameters. "
+    )
+    return save(figure, picture, said + measured_on([{key: str(value) for key, value in rows[0].items()}]))
+
+
+def draw(axis: Axes, points: Sequence[Row], column: str, scale: float, **style: object) -> None:
+    if points:
+        steps, mean, least, most = over_seeds(points, "step", column)
+        axis.plot(steps, scale * mean, label=points[0]["contender"], **style)  # type: ignore[arg-type]
+        axis.fill_between(steps, scale * least, scale * most, color=style["color"], alpha=0.12, linewidth=0)  # type: ignore[arg-type]

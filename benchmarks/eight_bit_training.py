@@ -7,206 +7,331 @@ float32 ones that get the gradients of the same run. One more run in float32, fr
 millionth, shows how far runs part that differ by rounding alone.
 
 Takes about 25 minutes on two cores. Needs scikit-learn; peers take part where they are installed:
-pip install bitsandbytes torchao
+pip install bitsandbytes torchao. The same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
-import sys
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
-from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
-from benchmarks.eight_bit_contenders import BETAS, CONTENDERS, Contender, Optimizer, by_name
-from benchmarks.eight_bit_findings import Row, findings, markdown, table, verdict
-from benchmarks.eight_bit_tasks import TASKS, task_of
+from benchmarks import eight_bit_findings
+from benchmarks.conditions import positive, write_rows
+from benchmarks.demo import convolutional_net
+from benchmarks.small_models import SmallGPT
+from benchmarks.studies.checkpoint import Checkpoint
+from benchmarks.studies.rows import read_rows
+from benchmarks.studies.runner import Results, Study, command, conditions_of
+from benchmarks.studies.samples import digits, noisy, noisy_digits, windows_of
+from benchmarks.studies.store import Store
+from benchmarks.studies.training import Lesson, Point, lr_of_steps, train
+from swd_fused import FusedAdamS
 
-Run = tuple[str, str, int, int]  # task, contender, seed, steps
-
-LAST = 50  # steps over which the final training loss is averaged
+BETAS = (0.9, 0.999)
+SAME: dict[str, Any] = {"betas": BETAS, "eps": 1e-8}
+BLOCK = 256
+LEAST_NUMEL = 4096  # bitsandbytes, torchao and FusedAdamS leave smaller tensors in float32
+EVERY = 25  # steps between points of curves
 WARM_UP = 40
 LAST_LR = 0.05  # of the largest, at the end of a cosine
 
-
-def lr_at(step: int, steps: int, largest: float) -> float:
-    cosine = (1 + math.cos(math.pi * (step - 1) / steps)) / 2
-    return largest * min(1.0, step / WARM_UP) * (LAST_LR + (1 - LAST_LR) * cosine)
+Decays = tuple[float, float]  # AdamS's and AdamW's
+Optimizer = Any  # some have no common base class
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's, which is compiled
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+# --- What is stored of the second moment
 
 
-@dataclass
-class Watch:
-    """Follows a run: float32 second moments from the same gradients, and the largest update."""
+def exp_avg_sq(optimizer: Optimizer, param: Tensor) -> Tensor:
+    stored: Tensor = optimizer.state[param]["exp_avg_sq"]
+    return stored.dequantize() if hasattr(stored, "codes") else stored  # torchao's
 
-    contender: Contender
-    optimizer: Optimizer
-    params: list[Tensor]
-    weight_decay: float  # AdamW's
 
-    def __post_init__(self) -> None:
+def of_fused_adams(optimizer: Optimizer, param: Tensor) -> Tensor:
+    state = optimizer.state[param]
+    if "exp_avg_sq_root_codes" not in state:
+        return exp_avg_sq(optimizer, param)
+    codes, scales = state["exp_avg_sq_root_codes"], state["exp_avg_sq_root_scales"]
+    return unscaled(codes, scales, rows=codes.shape[0] if codes.dim() > 1 else 1).square()
+
+
+def of_bitsandbytes(optimizer: Optimizer, param: Tensor) -> Tensor:
+    state = optimizer.state[param]
+    stored: Tensor = state["state2"]
+    return stored if stored.dtype != torch.uint8 else unscaled(state["qmap2"][stored.long()], state["absmax2"], rows=1)
+
+
+def unscaled(codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+    """Multiplies each block of codes by its scale. Blocks do not reach from one of the rows into another."""
+    matrix = codes.float().reshape(rows, -1)
+    blocks = pad(matrix, (0, -matrix.shape[1] % BLOCK)).view(rows, -1, BLOCK) * scales.reshape(rows, -1, 1)
+    return blocks.view(rows, -1)[:, : matrix.shape[1]].reshape(codes.shape)
+
+
+# --- The optimizers
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`second_moment` reads what the optimizer stores for a parameter. `reference` is the contender in float32."""
+
+    name: str
+    reference: str
+    build: Callable[[Sequence[Tensor], Decays], Optimizer]
+    second_moment: Callable[[Optimizer, Tensor], Tensor] = exp_avg_sq
+    package: str | None = None
+    move_start: float = 0.0
+
+
+def adams(params: Sequence[Tensor], decays: Decays, **options: Any) -> Optimizer:
+    return FusedAdamS(params, weight_decay=decays[0], **SAME, **options)
+
+
+def adamw(params: Sequence[Tensor], decays: Decays) -> Optimizer:
+    return torch.optim.AdamW(params, weight_decay=decays[1], fused=True, **SAME)
+
+
+def bitsandbytes_adamw(params: Sequence[Tensor], decays: Decays) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(params, weight_decay=decays[1], min_8bit_size=LEAST_NUMEL, **SAME)
+
+
+def torchao_adamw(params: Sequence[Tensor], decays: Decays) -> Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, weight_decay=decays[1], **SAME)
+
+
+ADAMS, EIGHT_BIT, ADAMW = "FusedAdamS float32", "FusedAdamS 8bit", "AdamW fused"
+MOVED = "FusedAdamS float32, start moved by 1e-6"
+
+CONTENDERS = (
+    Contender(ADAMS, ADAMS, adams, of_fused_adams),
+    Contender(EIGHT_BIT, ADAMS, partial(adams, state_dtype="8bit"), of_fused_adams),
+    # What a difference between two runs means: rounding alone grows to this.
+    Contender(MOVED, ADAMS, adams, of_fused_adams, move_start=1e-6),
+    Contender(ADAMW, ADAMW, adamw),
+    Contender("bitsandbytes AdamW8bit", ADAMW, bitsandbytes_adamw, of_bitsandbytes, "bitsandbytes"),
+    Contender("torchao AdamW8bit", ADAMW, torchao_adamw, package="torchao"),
+)
+REFERENCES = {contender.name: contender.reference for contender in CONTENDERS}
+
+
+# --- What is trained
+
+
+class Task(Protocol):
+    lr: float
+    decays: Decays
+
+    def model(self) -> nn.Module: ...
+
+    def batch(self, generator: torch.Generator) -> Any: ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets."""
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor: ...
+
+
+class NoisyDigits:
+    lr, decays = 1e-3, (5e-4, 0.12)
+
+    def __init__(self) -> None:
+        self.data = digits()
+
+    def model(self) -> nn.Module:
+        return convolutional_net()
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return noisy_digits(self.data, 64, generator)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        images = self.data.test_images.repeat(8, 1, 1, 1)
+        return noisy(images, torch.Generator().manual_seed(1)), self.data.test_labels.repeat(8)
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        logits: Tensor = model(inputs)
+        return logits
+
+
+class Characters:
+    """The characters of Python's standard library, of which the last tenth is held out."""
+
+    lr, decays = 2e-3, (3e-5, 0.025)
+    context, most = 64, 4_000_000
+
+    def __init__(self) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = "".join(path.read_text(encoding="utf-8", errors="ignore") for path in files)[: self.most]
+        printable = bytes(code for code in text.encode("ascii", "ignore") if code == 10 or 32 <= code < 127)
+        codes, tokens = torch.frombuffer(bytearray(printable), dtype=torch.uint8).unique(return_inverse=True)
+        self.vocabulary, count = len(codes), len(tokens) // 10
+        self.train_tokens, self.held_out_tokens = tokens[:-count], tokens[-count:]
+
+    def model(self) -> nn.Module:
+        return SmallGPT(self.vocabulary, self.context, width=144, layers=4)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        return windows_of(self.train_tokens, 8, self.context, generator)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model.loss(batch)  # type: ignore[operator]
+        return loss
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        tokens = windows_of(self.held_out_tokens, 256, self.context, torch.Generator().manual_seed(1))
+        return tokens[:, :-1], tokens[:, 1:].flatten()
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        logits: Tensor = model.logits(inputs)  # type: ignore[operator]
+        return logits.flatten(0, 1)
+
+
+TASKS: dict[str, type[Task]] = {"cnn": NoisyDigits, "gpt": Characters}
+STEPS, QUICK_STEPS = {"cnn": 1500, "gpt": 1000}, {"cnn": 6, "gpt": 4}
+
+
+@lru_cache
+def task_of(name: str) -> Task:
+    return TASKS[name]()
+
+
+# --- A run
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    contender: str
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.task}-{self.contender}-{self.seed}-{self.steps}"
+
+    @property
+    def windows(self) -> int:
+        return math.ceil(self.steps / EVERY)
+
+
+class Watched(Lesson):
+    """Keeps float32 second moments of the same gradients, and the largest update."""
+
+    def __init__(self, task: Task, contender: Contender, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        model = task.model()
+        self.params = list(model.parameters())
+        with torch.no_grad():
+            for param in self.params if contender.move_start else ():
+                param.mul_(1 + contender.move_start * torch.randn_like(param))
+        self.task, self.contender = task, contender
         self.shadow = [torch.zeros_like(param) for param in self.params]
         self.numel = sum(param.numel() for param in self.params)
         self.largest_update = 0.0
+        optimizer = contender.build(self.params, task.decays)
+        lengths = [min(EVERY, steps - start) for start in range(0, steps, EVERY)]
+        super().__init__(model, optimizer, lr_of_steps(optimizer, partial(lr_share, steps=steps), steps), lengths)
+        self.generator.manual_seed(seed)
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            yield self.task.batch(self.generator)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.task.loss(self.model, batch)
+
+    def weight_decay(self) -> float:
+        if not hasattr(self.optimizer, "effective_weight_decay"):
+            return self.task.decays[1]
+        return float(self.optimizer.effective_weight_decay()[0])
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def take_step(self) -> None:
         before = [param.detach().clone() for param in self.params]
         grads = [param.grad for param in self.params]
         torch._foreach_mul_(self.shadow, BETAS[1])
         torch._foreach_addcmul_(self.shadow, grads, grads, value=1 - BETAS[1])
-        self.optimizer.step()
-        scheduled = hasattr(self.optimizer, "effective_weight_decay")
-        decay = self.optimizer.effective_weight_decay()[0] if scheduled else self.weight_decay
-        torch._foreach_mul_(before, 1 - lr * decay)
+        super().take_step()
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        torch._foreach_mul_(before, 1 - lr * self.weight_decay())
         moved = max(norm.item() for norm in torch._foreach_norm(torch._foreach_sub(before, self.params), math.inf))
         self.largest_update = max(self.largest_update, moved / lr)
 
     @torch.no_grad()
-    def deviations(self, step: int) -> tuple[float, float]:
-        """Returns how much larger than in float32 the sum of the stored second moments is, and the schedule's mean.
+    def point(self, is_last: bool) -> Point:
+        """Measures how much larger than in float32 the sum of the stored second moments is, and the schedule's mean.
 
         AdamW has no schedule: there the mean is that of what is stored.
         """
         shadow = sum(moment.sum(dtype=torch.float64).item() for moment in self.shadow)
         stored = (self.contender.second_moment(self.optimizer, param) for param in self.params)
-        of_sum = sum(moment.sum(dtype=torch.float64).item() for moment in stored) / shadow - 1
-        if not hasattr(self.optimizer, "exp_avg_sq_mean"):
-            return of_sum, of_sum
-        return of_sum, float(self.optimizer.exp_avg_sq_mean) * (1 - BETAS[1] ** step) * self.numel / shadow - 1
+        of_sum = of_mean = sum(moment.sum(dtype=torch.float64).item() for moment in stored) / shadow - 1
+        if hasattr(self.optimizer, "exp_avg_sq_mean"):
+            whole = float(self.optimizer.exp_avg_sq_mean) * (1 - BETAS[1] ** self.steps) * self.numel
+            of_mean = whole / shadow - 1
+        point = {"step": self.steps, "train_loss": self.means()[0], "sum_of_v": of_sum, "mean_of_v": of_mean}
+        return {**point, **self.tested(), "largest_update": self.largest_update} if is_last else point
+
+    def tested(self) -> Point:
+        self.model.eval()
+        inputs, targets = self.task.held_out()
+        logits = self.task.logits(self.model, inputs)
+        accuracy = (logits.argmax(-1) == targets).double().mean().item()
+        return {"held_out_loss": cross_entropy(logits, targets).item(), "held_out_accuracy": accuracy}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "shadow": self.shadow, "largest_update": self.largest_update}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.shadow, self.largest_update = state["shadow"], state["largest_update"]
 
 
-def run(task_name: str, contender_name: str, seed: int, steps: int, every: int) -> tuple[Row, list[Row]]:
-    """Trains once. Returns the run's row, and its curves."""
-    other_load = OtherLoad()
-    task, contender = task_of(task_name), by_name(contender_name)
-    torch.manual_seed(seed)
-    model = task.model()
-    params = list(model.parameters())
-    if contender.move_start:
-        with torch.no_grad():
-            for param in params:
-                param.mul_(1 + contender.move_start * torch.randn_like(param))
-    watch = Watch(contender, contender.build(params, task.decays), list(params), task.decays[1])
-    generator = torch.Generator().manual_seed(seed)
-    losses: list[float] = []
-    curves: list[Row] = []
-    own = {"task": task_name, "contender": contender_name, "seed": seed}
-    for step in range(1, steps + 1):
-        lr = lr_at(step, steps, task.lr)
-        set_lr(watch.optimizer, lr)
-        model.zero_grad()
-        loss = task.loss(model, generator)
-        loss.backward()
-        watch.step(lr)
-        losses.append(loss.item())
-        if step % every == 0 or step == steps:
-            of_sum, of_mean = watch.deviations(step)
-            mean_loss = fmean(losses[-every:])
-            curves.append({**own, "step": step, "train_loss": mean_loss, "sum_of_v": of_sum, "mean_of_v": of_mean})
-    model.eval()
-    with torch.no_grad():
-        held_out_loss, held_out_accuracy = task.held_out(model)
+def lr_share(step: int, steps: int) -> float:
+    cosine = (1 + math.cos(math.pi * (step - 1) / steps)) / 2
+    return min(1.0, step / WARM_UP) * (LAST_LR + (1 - LAST_LR) * cosine)
+
+
+def trained(run: Run, checkpoint: Checkpoint, after_window: Callable[[], None]) -> dict[str, Any]:
+    task = task_of(run.task)
+    contender = next(contender for contender in CONTENDERS if contender.name == run.contender)
+    lesson = Watched(task, contender, run.seed, run.steps)
+    points = train(lesson, checkpoint, after_window)
+    own = {"task": run.task, "contender": run.contender, "seed": run.seed}
     row = {
         **own,
-        "steps": steps,
-        "parameters": watch.numel,
-        "train_loss": fmean(losses[-LAST:]),
-        "held_out_loss": held_out_loss,
-        "held_out_accuracy": held_out_accuracy,
-        "sum_of_v": curves[-1]["sum_of_v"],
-        "mean_of_v_rms": math.sqrt(fmean(point["mean_of_v"] ** 2 for point in curves)),
-        "largest_update": watch.largest_update,
+        "steps": run.steps,
+        "parameters": lesson.numel,
+        "train_loss": fmean(point["train_loss"] for point in points[-2:]),  # of the last 50 steps
+        **{name: points[-1][name] for name in ("held_out_loss", "held_out_accuracy", "sum_of_v")},
+        "mean_of_v_rms": math.sqrt(fmean(point["mean_of_v"] ** 2 for point in points)),
+        "largest_update": points[-1]["largest_update"],
         "lr": task.lr,
         "adams_weight_decay": task.decays[0],
         "adamw_weight_decay": task.decays[1],
-        **conditions(other_load),
     }
-    return row, curves
-
-
-def start_worker(threads: int) -> None:
-    warnings.simplefilter("ignore")  # what peers and the compiler have to say
-    os.environ.setdefault("TORCH_LOGS", "-all")
-    torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class Store:
-    """The two CSV files. Each run is written when it ends, so that what was interrupted can be continued."""
-
-    path: Path
-
-    @property
-    def curves_path(self) -> Path:
-        return self.path.with_name(self.path.stem + "_curves.csv")
-
-    def read(self) -> dict[Run, tuple[Row, list[Row]]]:
-        if not self.path.exists():
-            return {}
-        curves = read_rows(self.curves_path)
-        return {
-            run_of(row): (dict(row), [dict(point) for point in curves if run_of(point)[:3] == run_of(row)[:3]])
-            for row in read_rows(self.path)
-        }
-
-    def write(self, runs: Iterable[tuple[Row, list[Row]]]) -> list[Row]:
-        """Sorts by task, contender and seed, whichever came first. Returns the rows."""
-        names = [contender.name for contender in CONTENDERS]
-        in_order = sorted(runs, key=lambda r: (r[0]["task"], names.index(r[0]["contender"]), int(r[0]["seed"])))
-        rows = [row for row, _ in in_order]
-        write_rows(self.path, rows)
-        write_rows(self.curves_path, [point for _, curves in in_order for point in curves])
-        return rows
-
-
-def run_of(row: Mapping[str, Any]) -> Run:
-    return row["task"], row["contender"], int(row["seed"]), int(row.get("steps", 0))
-
-
-def run_all(
-    runs: Sequence[Run],
-    store: Store,
-    kept: dict[Run, tuple[Row, list[Row]]],
-    options: argparse.Namespace,
-    console: Console,
-) -> list[Row]:
-    """Runs in processes of their own, since the models are too small for several threads each."""
-    wanted = {key[:3] for key in runs}
-    results = {key: pair for key, pair in kept.items() if key in runs or key[:3] not in wanted}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    pool = ProcessPoolExecutor(
-        options.jobs, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(options.threads,)
-    )
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress, pool:
-        missing = [key for key in runs if key not in results]
-        bar = progress.add_task("runs", total=len(runs), completed=len(runs) - len(missing))
-        futures = {pool.submit(run, *key, options.every): key for key in missing}
-        for future in as_completed(futures):
-            results[futures[future]] = future.result()
-            store.write(results.values())
-            progress.advance(bar)
-    return store.write(results.values())
+    names = ("step", "train_loss", "sum_of_v", "mean_of_v")
+    return {"row": row, "curves": [{**own, **{name: point[name] for name in names}} for point in points]}
 
 
 # --- The command
@@ -220,19 +345,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--task", action="append", choices=list(TASKS), help="repeatable; default: all")
     result.add_argument(
-        "--contender",
-        action="append",
-        metavar="TEXT",
-        help="those with TEXT in their name, and their references; repeatable. Default: all but other ways to round "
-        'the codes, which --contender "codes of 8bit" brings',
+        "--contender", action="append", metavar="TEXT", help="those with TEXT in their name; repeatable"
     )
     result.add_argument("--seeds", type=positive, default=3, help="default: %(default)s")
-    result.add_argument("--steps", type=positive, help="default: 1500 for the cnn, 1000 for the gpt")
-    result.add_argument("--every", type=positive, default=25, help="steps between points of curves, default: 25")
     result.add_argument("--jobs", type=positive, default=2, help="runs at a time, default: %(default)s")
-    result.add_argument("--threads", type=positive, default=1, help="of each run, default: %(default)s")
-    result.add_argument("--keep", action="store_true", help="all runs that DIR has, and make only what is missing")
     result.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
+    result.add_argument("--draw", action="store_true", help="run nothing: tables and the picture from the CSV files")
     result.add_argument(
         "--out", type=Path, default=Path("results/eight_bit_training"), metavar="DIR", help="default: %(default)s"
     )
@@ -240,49 +358,41 @@ def parser() -> argparse.ArgumentParser:
 
 
 def selected(texts: Sequence[str] | None) -> list[Contender]:
-    chosen = [c for c in CONTENDERS if (c.by_default if not texts else any(text in c.name for text in texts))]
-    if not chosen:
-        raise ValueError(f"No contender's name contains {' or '.join(texts or ())}.")
+    """Includes references."""
+    chosen = [c for c in CONTENDERS if not texts or any(text in c.name for text in texts)]
     needed = {c.name for c in chosen} | {c.reference for c in chosen}
     return [c for c in CONTENDERS if c.name in needed]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = parser()
-    options = command.parse_args(arguments)
-    try:
-        contenders = selected(options.contender)
-    except ValueError as error:
-        command.error(str(error))
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for contender in contenders:
-        if not contender.installed:
-            console.print(f"Without {contender.name}. To compare: pip install {contender.package}", soft_wrap=True)
-    tasks = options.task or list(TASKS)
-    runs = [
-        (task, c.name, seed, TASKS[task].quick_steps if options.quick else options.steps or TASKS[task].steps)
-        for task in tasks
-        for seed in range(options.seeds)
-        for c in contenders
-        if c.installed
-    ]
-    store = Store(options.out / "eight_bit_training.csv")
-    rows = run_all(runs, store, store.read() if options.keep else {}, options, console)
-    found = list(findings(rows))
-    for task in tasks:
-        console.print(table(task, found, rows))
-    for line in (
-        "sum of v: what is stored against float32 for the same gradients, after the last step",
-        "spread: standard deviation of the reference's loss over its seeds; differences are of means",
-    ):
-        console.print(line, highlight=False)
-    for finding in found:
-        if finding.contender != finding.reference:
-            console.print(verdict(finding), soft_wrap=True, highlight=False)
-    (options.out / "eight_bit_training.md").write_text(markdown(rows))
-    from benchmarks.plot_eight_bit_training import plot
+    options = parser().parse_args(arguments)
+    contenders = selected(options.contender)
+    if not contenders:
+        parser().error(f"No contender's name contains {' or '.join(options.contender)}.")
+    there = [c for c in contenders if c.package is None or find_spec(c.package)]
+    table, curves = options.out / "eight_bit_training.csv", options.out / "eight_bit_training_curves.csv"
+    steps = QUICK_STEPS if options.quick else STEPS
 
-    console.print(f"Wrote {store.path}, {store.curves_path} and {plot(store.path)}", soft_wrap=True)
+    def planned(results: Results) -> list[Run]:
+        tasks = options.task or list(TASKS)
+        return [Run(t, c.name, seed, steps[t]) for t in tasks for seed in range(options.seeds) for c in there]
+
+    with command("eight_bit_training") as console:
+        if not options.draw:
+            for contender in contenders:
+                if contender not in there:
+                    console.print(f"Without {contender.name}. To compare: pip install {contender.package}")
+            study = Study("8 bits", Store(options.out / "runs.jsonl"), trained, planned, workers=options.jobs)
+            results = study.carry_out(console)
+            records = sorted(results.values(), key=lambda record: list(REFERENCES).index(record["row"]["contender"]))
+            records.sort(key=lambda record: record["row"]["task"])  # stable
+            write_rows(table, [{**record["row"], **conditions_of(record)} for record in records])
+            write_rows(curves, [point for record in records for point in record["curves"]])
+        rows = read_rows(table)
+        for part in eight_bit_findings.report(rows, REFERENCES):
+            console.print(part, soft_wrap=isinstance(part, str), highlight=False)
+        picture = eight_bit_findings.plot(rows, read_rows(curves), table.with_suffix(".png"), bold=EIGHT_BIT)
+        console.print(f"{table}, {curves}, {picture}", soft_wrap=True)
 
 
 if __name__ == "__main__":

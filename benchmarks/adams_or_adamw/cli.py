@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from benchmarks.adams_or_adamw.plan import ARMS, Arm
+from benchmarks.adams_or_adamw.plan import ARMS, Arm, key_of
 from benchmarks.adams_or_adamw.plot import plot
 from benchmarks.adams_or_adamw.report import report
-from benchmarks.adams_or_adamw.rows import Rows
-from benchmarks.adams_or_adamw.runner import run_arm
+from benchmarks.adams_or_adamw.training import FIELDS, trained
 from benchmarks.conditions import positive
 from benchmarks.paper.data import DataError, check_images
+from benchmarks.studies.runner import Study, command
+from benchmarks.studies.store import Store
 
 OUT = Path(__file__).parents[1] / "results" / "adams_or_adamw"
 
@@ -35,8 +33,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         commands.add_parser("report", help="print what the finished runs say"),
         commands.add_parser("plot", help="draw what the finished runs say, beside their CSV file"),
     )
-    for command in (run, *others):
-        command.add_argument("--out", type=Path, metavar="DIR", help="folder of runs.csv (default: this repository's)")
+    for each in (run, *others):
+        each.add_argument("--out", type=Path, metavar="DIR", help="folder of runs.csv (default: this repository's)")
     args = parser.parse_args(argv)
     if args.command == "run" and (args.epochs or args.images) and args.out is None:
         parser.error("--epochs and --images give other runs than those planned, wanted --out DIR for their rows")
@@ -53,30 +51,33 @@ def chosen(name: str, epochs: int | None, images: int | None) -> Arm:
     return arm
 
 
-def found(rows: Rows) -> list[dict[str, str]]:
-    there = rows.read()
-    if not there:
-        raise DataError(f"{rows.path} has no runs, wanted those of python -m benchmarks.adams_or_adamw run")
-    return there
+def study(arm: Arm, root: Path | None, out: Path, workers: int) -> Study:
+    """A run is one row. What was interrupted is repeated: no run is trained by two versions of the code."""
+    return Study(
+        name=f"arm {arm.name}",
+        store=Store(out / "runs.csv", FIELDS),
+        train=partial(trained, root=root),
+        planned=lambda results: arm.planned(list(results.values())),
+        key_of=key_of,
+        workers=workers,
+        save_every=None,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not outlive this process
-    rows = Rows(args.out)
-    try:
+    with command("adams_or_adamw") as console:
         if args.command == "run":
             check_images("cifar10", args.data)
             for name in args.arm:
-                run_arm(chosen(name, args.epochs, args.images), args.data, rows, args.workers, console)
-        elif args.command == "report":
-            report(found(rows), console)
-        else:
-            picture = args.out / "adams_or_adamw.png"
-            wrote = plot(found(rows), picture)
-            console.print(f"Wrote {picture}" if wrote else "No pairs yet: nothing to draw.", soft_wrap=True)
-    except (DataError, FileNotFoundError) as error:
-        sys.exit(f"python -m benchmarks.adams_or_adamw: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Interrupted. The same command goes on with the runs that are missing.")
+                study(chosen(name, args.epochs, args.images), args.data, args.out, args.workers).carry_out(console)
+            return
+        rows = Store(args.out / "runs.csv", FIELDS).read()
+        if not rows:
+            raise DataError(f"{args.out / 'runs.csv'} has no runs, wanted those of the command run")
+        if args.command == "report":
+            report(rows, console)
+            return
+        picture = args.out / "adams_or_adamw.png"
+        wrote = plot(rows, picture)
+        console.print(f"Wrote {picture}" if wrote else "No pairs yet: nothing to draw.", soft_wrap=True)

@@ -9,18 +9,21 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.adams_or_adamw.plan import ADAMS, ADAMW, ARMS, CONTENDERS, GRIDS, NONE, Arm, searched, validation_errors
-from benchmarks.adams_or_adamw.statistics import (
-    Interval,
+from benchmarks.adams_or_adamw.plan import (
+    ADAMS,
+    ADAMW,
+    ARMS,
+    CONTENDERS,
+    GRIDS,
+    NONE,
+    Arm,
     Row,
-    bootstrap,
-    by_seed,
-    error_differences,
-    pairs,
-    plain_bootstrap,
-    t_interval,
-    verdict,
+    mean_errors,
+    validation_errors,
 )
+from benchmarks.adams_or_adamw.statistics import bootstrap, by_seed, error_differences, pairs, plain_bootstrap, verdict
+from benchmarks.studies.intervals import t_interval
+from benchmarks.studies.tuning import searched
 
 COMPARISONS = ((ADAMS, ADAMW), (NONE, ADAMW), (ADAMS, NONE))
 MEASURED = {
@@ -57,7 +60,7 @@ def tuning_table(rows: Sequence[Row]) -> Table:
         table.add_column(column, justify="left" if column in ("optimizer", "") else "right")
     for contender, grid in GRIDS.items():
         errors = validation_errors(rows, contender)
-        _, chosen = searched(grid, errors)
+        _, chosen = searched(grid, mean_errors(errors))
         for decay, seeds in sorted(errors.items()):
             mean = f"{100 * fmean(seeds.values()):.2f}"
             table.add_row(contender, f"{decay:g}", str(len(seeds)), mean, "chosen" if decay == chosen else "")
@@ -91,17 +94,13 @@ def comparison_lines(arm: Arm, rows: Sequence[Row]) -> Iterator[str]:
             continue
         table = error_differences(paired)
         yield (
-            f"{one} minus {other}, {len(paired)} pairs: test error {written(bootstrap(table), '+.2f')} points "
+            f"{one} minus {other}, {len(paired)} pairs: test error {bootstrap(table).shown('+.2f')} points "
             f"(deviation of pairs {table.mean(1).std(ddof=1):.2f}; plain two-way bootstrap "
-            f"{written(plain_bootstrap(table), '+.2f')})"
+            f"{plain_bootstrap(table).shown('+.2f')})"
         )
         for name, what in list(MEASURED.items())[1:]:
             values = [scaled(name, a) - scaled(name, b) for a, b in paired]
-            yield f"    {what} {written(t_interval(values), '+.3g')}"
-
-
-def written(interval: Interval, form: str) -> str:
-    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+            yield f"    {what} {t_interval(values).shown('+.3g')}"
 
 
 def scaled(name: str, row: Row) -> float:

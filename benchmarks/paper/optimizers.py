@@ -40,22 +40,14 @@ class UncoupledSGD(SGD):
         return super().step(closure)
 
 
-def adabound(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
-    from pytorch_optimizer import AdaBound
+def peer(name: str, **options: Any) -> Callable[[Iterable[Parameter], float, float], Optimizer]:
+    def build(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
+        import pytorch_optimizer
 
-    return AdaBound(params, lr, weight_decay=weight_decay, weight_decouple=False)
+        optimizer: Optimizer = getattr(pytorch_optimizer, name)(params, lr, weight_decay=weight_decay, **options)
+        return optimizer
 
-
-def padam(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
-    from pytorch_optimizer import PAdam
-
-    return PAdam(params, lr, weight_decay=weight_decay)
-
-
-def yogi(params: Iterable[Parameter], lr: float, weight_decay: float) -> Optimizer:
-    from pytorch_optimizer import Yogi
-
-    return Yogi(params, lr, weight_decay=weight_decay, weight_decouple=False)
+    return build
 
 
 OPTIMIZERS: dict[str, Kind] = {
@@ -68,9 +60,9 @@ OPTIMIZERS: dict[str, Kind] = {
     "AMSGradW": Kind(lambda params, lr, decay: AdamW(params, lr, weight_decay=DECOUPLED * decay, amsgrad=True)),
     "SGD": Kind(lambda params, lr, decay: SGD(params, lr, momentum=0.9, weight_decay=decay), lr=0.1),
     "RAdam": Kind(lambda params, lr, decay: RAdam(params, lr, weight_decay=decay)),
-    "AdaBound": Kind(adabound),
-    "Padam": Kind(padam, lr=0.01),
-    "Yogi": Kind(yogi),
+    "AdaBound": Kind(peer("AdaBound", weight_decouple=False)),
+    "Padam": Kind(peer("PAdam"), lr=0.01),
+    "Yogi": Kind(peer("Yogi", weight_decouple=False)),
     # Without momentum, for figure 1: equation 1 and equation 3.
     "SGD, eq 1": Kind(UncoupledSGD, lr=0.1),
     "SGD, eq 3": Kind(lambda params, lr, decay: SGD(params, lr, weight_decay=decay), lr=0.1),

@@ -6,22 +6,23 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 
+from benchmarks.paper.optimizers import OPTIMIZERS
+
 # Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
-RECIPE = 1
+RECIPE = 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """`weight_decay` is the paper's lambda; optimizers with AdamW's decay get a thousand times as much, as there."""
+    """A task as long as it has no optimizer.
+
+    `weight_decay` is the paper's lambda; optimizers with AdamW's decay get a thousand times as much, as there.
+    """
 
     data: str
     model: str
-    optimizer: str
-    lr: float
-    weight_decay: float
     epochs: int
     batch_size: int
-    seed: int
     milestones: tuple[int, ...] = ()  # epochs after which lr is divided by ten
     cosine: tuple[int, ...] = ()  # epochs of the first cycle, and how many times longer each next one is
     limit: int = 0  # training images or tokens, 0 for all
@@ -31,19 +32,32 @@ class Run:
     evaluate_every: int = 1  # epochs; the last one always
     eigenvalues: int = 0  # of the Hessian, at the end
     hessian_images: int = 0
+    optimizer: str = ""
+    lr: float = 0.0
+    weight_decay: float = 0.0
+    seed: int = 0
+
+    def run(self, optimizer: str, weight_decay: float, seed: int = 0, lr: float | None = None) -> Run:
+        lr = OPTIMIZERS[optimizer].lr if lr is None else lr
+        return replace(self, optimizer=optimizer, weight_decay=weight_decay, seed=seed, lr=lr)
+
+    @property
+    def windows(self) -> int:
+        return self.epochs
 
     @property
     def task(self) -> str:
         return f"{self.data}/{self.model}"
 
     @property
-    def training(self) -> Run:
-        """The same without what is only measured at the end."""
-        return replace(self, eigenvalues=0, hessian_images=0)
-
-    @property
     def key(self) -> str:
         """A name for its file: what people look for, a digest of all training depends on, what else is measured."""
-        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self.training)], sort_keys=True).encode()).hexdigest()[:12]
+        training = replace(self, eigenvalues=0, hessian_images=0)
+        digest = hashlib.sha256(json.dumps([RECIPE, asdict(training)], sort_keys=True).encode()).hexdigest()[:12]
         name = f"{self.data}-{self.model}-{self.optimizer}-{self.lr:g}-{self.weight_decay:g}-{self.seed}-{digest}"
         return name + (f"+{self.eigenvalues}-of-{self.hessian_images}" if self.eigenvalues else "")
+
+    @property
+    def training_key(self) -> str:
+        """The name of the same run without eigenvalues, for which this one serves, too."""
+        return self.key.partition("+")[0]

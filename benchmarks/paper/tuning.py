@@ -6,19 +6,17 @@ Beside the best of each optimizer there is AdamS with the lambda at which it rem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.paper.run import Run
-from benchmarks.paper.task import Task
+from benchmarks.studies.tuning import searched, tidy
 
-Result = dict[str, Any]
-Ask = Callable[[Sequence[Run]], list[Result]]  # carries out those that are not finished
+Result = Mapping[str, Any]
 
-MOST_EXTENSIONS = 2  # of a grid whose best lambda is at its end, for each optimizer
 MOST_MATCHES = 3
 CLOSE_ENOUGH = 0.02
 
@@ -34,86 +32,78 @@ class Planned(NamedTuple):
 class Search:
     """Over lambdas in steps of half a decade, two or more of them, for each optimizer."""
 
-    task: Task
-    decays: dict[str, tuple[float, ...]]
+    task: Run
+    decays: Mapping[str, tuple[float, ...]]
     lr: float | None = None
-    seed: int = 0
 
     def validating(self, optimizer: str, decay: float) -> Run:
-        return replace(self.task, part="validation").run(optimizer, decay, self.seed, self.lr)
+        return replace(self.task, part="validation").run(optimizer, decay, lr=self.lr)
 
-    def grid(self) -> list[Run]:
-        return [self.validating(optimizer, decay) for optimizer, decays in self.decays.items() for decay in decays]
+    def planned(self, seeds: Sequence[int], results: Mapping[str, Result]) -> list[Planned]:
+        """Returns all runs that the finished ones let us name, those for validation first."""
+        tuning, matching, finals, best = list[Planned](), list[Planned](), list[Planned](), dict[str, float]()
 
-    def finals(self, optimizer: str, decay: float, role: str, seeds: Sequence[int]) -> list[Planned]:
-        return [Planned(self.task.run(optimizer, decay, seed, self.lr), role) for seed in seeds]
+        def final(optimizer: str, decay: float, role: str) -> None:
+            finals.extend(Planned(self.task.run(optimizer, decay, seed, self.lr), role) for seed in seeds)
 
-    def plan(self, seeds: Sequence[int], ask: Ask) -> list[Planned]:
-        """All runs, of which those for validation are finished."""
-        ask(self.grid())
-        tried = {optimizer: self.searched(optimizer, ask) for optimizer in self.decays}
-        planned = [Planned(result_run(result), TUNING) for results in tried.values() for result in results]
-        best = {optimizer: best_of(results) for optimizer, results in tried.items()}
-        planned += self.finals("Adam", 0.0, NO_DECAY, seeds)
-        for optimizer, result in best.items():
-            planned += self.finals(optimizer, result_run(result).weight_decay, TUNED, seeds)
+        final("Adam", 0.0, NO_DECAY)
+        for optimizer in self.decays:
+            decays, chosen = searched(self.decays[optimizer], self.scores(optimizer, results))
+            tuning += [Planned(self.validating(optimizer, decay), TUNING) for decay in decays]
+            if chosen is not None:
+                best[optimizer] = chosen
+                final(optimizer, chosen, TUNED)
         if {"AdamW", "AdamS"} <= best.keys():
-            matches = self.matched(total_decay(best["AdamW"]), tried["AdamS"], ask)
-            planned += [Planned(result_run(match), MATCHING) for match in matches]
-            closest = min(matches, key=lambda match: distance(total_decay(match), total_decay(best["AdamW"])))
-            planned += self.finals("AdamS", result_run(closest).weight_decay, EQUAL_DECAY, seeds)
-        return planned
+            target = total_decay(results[self.validating("AdamW", best["AdamW"]).key])
+            known = [results[each.run.key] for each in tuning if each.run.optimizer == "AdamS"]
+            decay = self.matched(target, known, results, matching)
+            if decay is not None:
+                final("AdamS", decay, EQUAL_DECAY)
+        return tuning + matching + finals
 
-    def searched(self, optimizer: str, ask: Ask) -> list[Result]:
-        """The grid's, and a lambda more at the end where the best one is."""
-        decays = sorted(self.decays[optimizer])
-        for _ in range(MOST_EXTENSIONS):
-            results = ask([self.validating(optimizer, decay) for decay in decays])
-            best = result_run(best_of(results)).weight_decay
-            if best == decays[-1]:
-                decays = [*decays, tidy(10 * decays[-2])]
-            elif best == decays[0]:
-                decays = [tidy(decays[1] / 10), *decays]
-            else:
-                return results
-        return ask([self.validating(optimizer, decay) for decay in decays])
+    def scores(self, optimizer: str, results: Mapping[str, Result]) -> dict[float, float]:
+        """Of the validation runs that are finished."""
+        wanted = self.validating(optimizer, 0.0)
+        runs = [(run_of(result), result) for result in results.values()]
+        return {run.weight_decay: score(r) for run, r in runs if replace(run, weight_decay=0.0) == wanted}
 
-    def matched(self, target: float, known: list[Result], ask: Ask) -> list[Result]:
-        """AdamS with lambdas whose total decay comes closer and closer to that."""
+    def matched(
+        self, target: float, known: list[Result], results: Mapping[str, Result], matching: list[Planned]
+    ) -> float | None:
+        """Returns the lambda of AdamS whose total decay is closest. Plans runs that come closer and closer to it."""
         matches: list[Result] = []
         for _ in range(MOST_MATCHES):
-            decay = decay_for(target, [*known, *matches])
-            matches += ask([self.validating("AdamS", decay)])
+            run = self.validating("AdamS", decay_for(target, known + matches))
+            matching.append(Planned(run, MATCHING))
+            if run.key not in results:
+                return None
+            matches.append(results[run.key])
             if distance(total_decay(matches[-1]), target) < CLOSE_ENOUGH:
                 break
-        return matches
+        closest = min(matches, key=lambda match: distance(total_decay(match), target))
+        return run_of(closest).weight_decay
 
 
-def result_run(result: Result) -> Run:
+def run_of(result: Result) -> Run:
     values: dict[str, Any] = result["run"]
     return Run(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def score(result: Result) -> float:
     """The error of a classifier, the loss of a language model; infinite where the run diverged."""
-    last = result["epochs"][-1]
+    last = result["points"][-1]
     value = last["test_loss"] if math.isnan(last["test_error"]) else last["test_error"]
     return math.inf if math.isnan(value) else float(value)
 
 
-def best_of(results: Sequence[Result]) -> Result:
-    """Of equals the one with the smallest lambda."""
-    return min(results, key=lambda result: (score(result), result["run"]["weight_decay"]))
-
-
 def total_decay(result: Result) -> float:
     """The sum of lr times decay, in AdamW's terms, over all steps."""
-    return math.fsum(epoch["summed_decay"] for epoch in result["epochs"])
+    return math.fsum(point["summed_decay"] for point in result["points"])
 
 
 def decay_for(total: float, known: Sequence[Result]) -> float:
     """Lambda for a total decay, on lines between the known pairs' logarithms. Beyond them they are proportional."""
-    pairs = sorted((math.log(total_decay(result)), math.log(result["run"]["weight_decay"])) for result in known)
+    pairs = sorted((math.log(total_decay(result)), math.log(run_of(result).weight_decay)) for result in known)
     totals, decays = zip(*pairs, strict=True)
     wanted = math.log(total)
     within = float(np.interp(wanted, totals, decays))
@@ -123,7 +113,3 @@ def decay_for(total: float, known: Sequence[Result]) -> float:
 
 def distance(total: float, target: float) -> float:
     return abs(total / target - 1)
-
-
-def tidy(value: float, digits: int = 2) -> float:
-    return float(f"{value:.{digits}g}")

@@ -1,52 +1,46 @@
-"""The command: chooses runs, carries them out, writes CSV files, tables and pictures."""
+"""The command: chooses runs, carries them out, writes CSV files, tables and the picture."""
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.conditions import positive, write_rows
 from benchmarks.paper.data import DataError
-from benchmarks.which_decay.exponents import Stage, exponents, stages
-from benchmarks.which_decay.findings import Row, findings, row
-from benchmarks.which_decay.parts import FULL, NAMES, QUICK, Grid, Stairs
+from benchmarks.studies.rows import Row, read_rows
+from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
+from benchmarks.studies.store import Store
+from benchmarks.which_decay import exponents, findings
+from benchmarks.which_decay.parts import FULL, NAMES, QUICK, Grid, Run, Stairs
 from benchmarks.which_decay.plot import plot
-from benchmarks.which_decay.run import Run, Store
-from benchmarks.which_decay.runner import Place, run_all
-from benchmarks.which_decay.tables import (
-    EXPONENT_HEADINGS,
-    LOSS_HEADINGS,
-    Cells,
-    exponent_cells,
-    loss_cells,
-    markdown,
-    table,
-)
 from benchmarks.which_decay.tasks import Sources, task_of
+from benchmarks.which_decay.training import trained
 
 DESCRIPTION = """\
 Which weight decay? AdamW, AdamS, AdamC, corrected AdamS, cautious AdamW and AdamS, and none, all through FusedAdamS.
-Losses: a grid of decays for each, then three seeds at each one's best. Exponents: how the gradient norm at equilibrium
-scales with the learning rate, beside what is predicted. All contenders of a seed start from the same weights and see
-the same batches. Decays are in AdamW's terms; AdamS finds its lambda from them in the warm-up.
+Losses: a grid of decays for each with seed 0, then other seeds at each one's best. Exponents: how the gradient norm at
+equilibrium scales with the learning rate, beside what is predicted. All contenders of a seed start from the same
+weights and see the same batches. Decays are in AdamW's terms; AdamS finds its lambda from them in the warm-up.
 
-Finished runs are kept, and unfinished ones are saved every 20 seconds: the same command goes on from there.
+Finished runs are kept, and unfinished ones are saved once a minute: the same command goes on from there.
 """
 
 PARTS = """\
 parts, in this order:
   exponents         a net whose weights all have no scale, noisy digits (needs scikit-learn); about 7 minutes of a core
-  gpt               a GPT of a million parameters on prose; 20 minutes
-  resnet            a ResNet of 20,000 parameters on CIFAR-10; needs --data; 11 minutes
+  gpt               a GPT of a million parameters on prose; 25 minutes
+  resnet            a ResNet of 20,000 parameters on CIFAR-10; needs --data; 14 minutes
   resnet-exponents  exponents of that ResNet; needs --data; 15 minutes
 """
+
+Part = Stairs | Grid
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,22 +50,15 @@ def parser() -> argparse.ArgumentParser:
         epilog=PARTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    result.add_argument("--part", action="append", choices=NAMES, help="repeatable; default: all that have their data")
     result.add_argument(
-        "--part", action="append", choices=NAMES, help="repeatable; default: all that data are there for"
-    )
-    result.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="prose, a file or a folder of texts; default: Debian's package anarchism",
+        "--text", type=Path, metavar="FILE", help="prose, a file or a folder; default: package anarchism"
     )
     result.add_argument("--data", type=Path, metavar="DIR", help="folder with CIFAR-10; nothing is downloaded")
-    result.add_argument("--seeds", type=positive, help="default: 3")
+    result.add_argument("--seeds", type=positive, help="default: 3, and for losses one more, which chooses decays")
     result.add_argument("--jobs", type=positive, default=1, help="runs at a time, a thread each; default: %(default)s")
     result.add_argument("--quick", action="store_true", help="a few steps of small models, to see that it works")
-    result.add_argument(
-        "--draw", action="store_true", help="train nothing: tables and pictures of the runs that are there"
-    )
+    result.add_argument("--draw", action="store_true", help="run nothing: tables and the picture from the CSV files")
     result.add_argument(
         "--out", type=Path, default=Path("results/which_decay"), metavar="DIR", help="default: %(default)s"
     )
@@ -80,37 +67,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not outlive this process
-    torch.set_num_threads(1)  # these models are too small for more
-    try:
-        carry_out(options, console)
-    except DataError as error:
-        sys.exit(f"python -m benchmarks.which_decay: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Interrupted. What has been computed is kept: the same command goes on from here.")
+    with command("which_decay") as console:
+        parts = QUICK if options.quick else FULL
+        if not options.draw:
+            carry_out(parts, options, console)
+        report(parts, options.out, console)
 
 
-def carry_out(options: argparse.Namespace, console: Console) -> None:
+def carry_out(parts: Sequence[Part], options: argparse.Namespace, console: Console) -> None:
     sources = Sources(options.text, options.data, options.quick)
-    place = Place(sources, options.out / "runs", options.jobs)
-    chosen = chosen_parts(options, sources, console)
-    if not options.draw:
-        for part, data in chosen:
-            run_all(part.name, part.runs(data), place, console)
-            if isinstance(part, Grid):
-                more = list(part.more_seeds(data, Store(place.store)))
-                run_all(f"{part.name}, more seeds", more, place, console)
-    report(chosen, Store(place.store), options.out, console)
-
-
-Chosen = list[tuple[Stairs | Grid, str]]
-
-
-def chosen_parts(options: argparse.Namespace, sources: Sources, console: Console) -> Chosen:
-    """Each with the name of its data. What is not asked for by name is left out if its data are missing."""
-    chosen: Chosen = []
-    for part in QUICK if options.quick else FULL:
+    chosen: dict[str, tuple[Part, str]] = {}
+    for part in parts:
         if options.part and part.name not in options.part:
             continue
         try:
@@ -120,68 +87,49 @@ def chosen_parts(options: argparse.Namespace, sources: Sources, console: Console
                 raise
             console.print(f"Without {part.name}: {error}", soft_wrap=True)
             continue
-        chosen.append((replace(part, seeds=options.seeds or part.seeds), data))
-    return chosen
+        seeds = options.seeds + isinstance(part, Grid) if options.seeds else part.seeds
+        chosen[part.name] = replace(part, seeds=seeds), data
 
+    def planned(results: Results) -> list[Run]:
+        return [run for part, data in chosen.values() for run in part.planned(data, results)]
 
-def report(chosen: Chosen, store: Store, out: Path, console: Console) -> None:
-    """Writes what there is, also of parts that are not finished."""
-    content: dict[str, list[Row]] = {"losses": [], "curves": [], "exponents": []}
-    texts = []
-    for part, data in chosen:
-        runs = [run for run in all_runs(part, data, store) if store.has(run)]
-        if isinstance(part, Stairs):
-            shown = [add_exponents(part, runs, store, content)]
-        else:
-            shown = add_losses(part, runs, store, content)
-        for title, headings, cells in shown:
-            if cells:
-                console.print(table(title, headings, cells))
-                texts.append(markdown(title, headings, cells))
-    out.mkdir(parents=True, exist_ok=True)
-    written = [out / "which_decay.md"]
-    written[0].write_text("\n".join(texts))
-    for name, rows in content.items():
+    store = Store(options.out / "runs.jsonl")
+    train = partial(trained, sources=sources)
+    results = Study("which decay", store, train, planned, workers=options.jobs).carry_out(console)
+    for name, kind in (("exponents", Stairs), ("losses", Grid)):
+        rows: list[Row] = []
+        for part, data in chosen.values():
+            for run in part.planned(data, results) if isinstance(part, kind) else ():
+                record = results[run.key]
+                lines = exponents.stages(run, record) if kind is Stairs else [findings.row_of(run, record)]
+                rows += [{**shortened(line), **conditions_of(record)} for line in lines]
         if rows:
-            written.append(out / f"which_decay_{name}.csv")
-            write_rows(written[-1], [shortened(line) for line in rows])
-    console.print(f"Wrote {', '.join(map(str, [*written, *plot(out)]))}", soft_wrap=True)
+            write_rows(options.out / f"which_decay_{name}.csv", rows)
 
 
-Shown = tuple[str, list[str], Cells]
-
-
-def add_exponents(part: Stairs, runs: Sequence[Run], store: Store, content: dict[str, list[Row]]) -> Shown:
-    measured: list[Stage] = []
-    for run in runs:
-        trained, conditions = store.load(run)
-        of_run = stages(run, trained)
-        measured += of_run
-        content["exponents"] += [{**asdict(stage), **conditions} for stage in of_run]
-    title = f"{part.name}: exponents of the learning rate, {part.task}, decay {part.decays[0]:g}"
-    return title, EXPONENT_HEADINGS, exponent_cells(exponents(measured), measured)
-
-
-def add_losses(part: Grid, runs: Sequence[Run], store: Store, content: dict[str, list[Row]]) -> list[Shown]:
-    rows = []
-    for run in runs:
-        trained, conditions = store.load(run)
-        rows.append({**row(run, trained), **conditions})
-        which = {"task": run.task, "contender": run.contender, "decay": run.decay, "seed": run.seed}
-        content["curves"] += [{**which, **asdict(point)} for point in trained.points]
-    content["losses"] += rows
-    title = f"{part.name}: losses at the best decay, {part.schedule.steps} steps"
-    shown: list[Shown] = [(title, LOSS_HEADINGS, loss_cells(findings(rows)))]
-    if part.too_much is not None:
-        title = f"{part.name}: losses at a decay of {part.too_much:g}, {part.schedule.steps} steps"
-        shown.append((title, LOSS_HEADINGS, loss_cells(findings(rows, at=part.too_much))))
-    return shown
-
-
-def all_runs(part: Stairs | Grid, data: str, store: Store) -> list[Run]:
-    return part.runs(data) + (list(part.more_seeds(data, store)) if isinstance(part, Grid) else [])
-
-
-def shortened(values: Row) -> Row:
-    """Six digits: the rest is rounding, and differs from machine to machine."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+def report(parts: Sequence[Part], out: Path, console: Console) -> None:
+    """From the CSV files that there are."""
+    paths = {name: out / f"which_decay_{name}.csv" for name in ("losses", "exponents")}
+    rows = {name: read_rows(path) if path.exists() else [] for name, path in paths.items()}
+    if not any(rows.values()):
+        raise DataError(f"{out} has neither {paths['losses'].name} nor {paths['exponents'].name}, wanted one of them")
+    fixed = [(part.task, part.too_much) for part in parts if isinstance(part, Grid) and part.too_much is not None]
+    tables: list[tuple[str, list[str], list[list[str]]]] = []
+    for part in parts:
+        if isinstance(part, Stairs):
+            own = [row for row in rows["exponents"] if row["task"] == part.task]
+            title = f"{part.name}: exponents of the learning rate, {part.task}, decay {part.decays[0]:g}"
+            tables.append((title, exponents.HEADINGS, exponents.cells(exponents.exponents(own))))
+            continue
+        for at in [None, *(decay for task, decay in fixed if task == part.task)]:
+            where = "the best decay, without the seed that chose it" if at is None else f"a decay of {at:g}"
+            found = findings.cells(findings.findings(rows["losses"], part.task, at))
+            tables.append((f"{part.name}: losses at {where}, {part.schedule.steps} steps", findings.HEADINGS, found))
+    for title, headings, cells in tables:
+        if cells:
+            table = Table(*headings, title=title, title_justify="left", box=SIMPLE_HEAD)
+            for line in cells:
+                table.add_row(*line)
+            console.print(table)
+    picture = plot(rows["losses"], rows["exponents"], out / "which_decay.png", fixed)
+    console.print(f"{picture}, from {' and '.join(str(paths[name]) for name in paths if rows[name])}", soft_wrap=True)

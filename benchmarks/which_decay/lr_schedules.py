@@ -22,8 +22,9 @@ class Cosine:
         done = (step - self.warm_up) / (self.steps - self.warm_up + 1)
         return self.lr * (1 + math.cos(math.pi * done)) / 2
 
-    def ends_stage(self, step: int) -> bool:
-        return step == self.steps
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (self.steps,)
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,6 @@ class Staircase:
 
     def at(self, step: int) -> float:
         return self.lrs[self.stage(step)]
-
-    def ends_stage(self, step: int) -> bool:
-        return step in self.ends
 
 
 LrSchedule = Cosine | Staircase

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
+from benchmarks.studies.runner import Results
 from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY, Contender
 from benchmarks.which_decay.lr_schedules import Cosine, LrSchedule, Staircase, stairs
-from benchmarks.which_decay.run import Run, Store
+
+# Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
+RECIPE = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    data: str  # tells data from others
+    contender: str
+    decay: float  # in AdamW's terms
+    seed: int
+    schedule: LrSchedule
+    every: int  # steps in a window; one ends at the end of a stage, too
+
+    @property
+    def key(self) -> str:
+        """A name for its file: what people look for, and a digest of all it depends on."""
+        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self)], sort_keys=True).encode()).hexdigest()[:12]
+        return f"{self.task}-{self.contender}-{self.decay:g}-{self.seed}-{digest}"
+
+    @property
+    def lengths(self) -> list[int]:
+        ends = sorted({*range(self.every, self.schedule.steps, self.every), *self.schedule.ends})
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def windows(self) -> int:
+        return len(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -36,7 +68,7 @@ class Stairs(Part):
     corrected: Staircase
     cautious: Staircase
 
-    def runs(self, data: str) -> list[Run]:
+    def planned(self, data: str, results: Results) -> list[Run]:
         """Seeds last, so that an interrupted part has all contenders of the seeds it has begun with."""
         return [
             replace(self.run(contender.name, self.decays[0], seed, data), schedule=self.schedule_of(contender))
@@ -54,33 +86,25 @@ class Stairs(Part):
 class Grid(Part):
     """Compares losses: the grid of decays with seed 0, then more seeds at each contender's best decay.
 
-    And at `too_much`, if given: how a loss suffers from too much decay is told by more seeds as well.
+    And at `too_much`, if given: how a loss suffers from too much decay is told by more seeds as well. The seed that
+    has chosen a decay does not judge it: findings are of the others.
     """
 
     too_much: float | None = None
 
-    def runs(self, data: str) -> list[Run]:
-        return [self.run(c.name, decay, 0, data) for decay in self.decays for c in DECAYING] + [
-            self.run(NO_DECAY, 0.0, 0, data)
-        ]
-
-    def best(self, data: str, store: Store) -> dict[str, float]:
-        """By the validation loss. Contenders whose grid is not finished are left out."""
-        best = {}
+    def planned(self, data: str, results: Results) -> list[Run]:
+        grid = [self.run(c.name, decay, 0, data) for decay in self.decays for c in DECAYING]
+        grid.append(self.run(NO_DECAY, 0.0, 0, data))
+        chosen = []
         for contender in CONTENDERS:
-            own = [run for run in self.runs(data) if run.contender == contender.name]
-            if all(store.has(run) for run in own):
-                best[contender.name] = min(own, key=lambda run: store.load(run)[0].validation_loss).decay
-        return best
-
-    def more_seeds(self, data: str, store: Store) -> Iterator[Run]:
-        best = self.best(data, store)
-        chosen = list(best.items())
+            own = [run for run in grid if run.contender == contender.name]
+            if all(run.key in results for run in own):
+                best = min(own, key=lambda run: results[run.key]["points"][-1]["validation_loss"])
+                chosen.append((contender.name, best.decay))
         if self.too_much is not None:
-            chosen += [(name, self.too_much) for name in best if name != NO_DECAY]
-        for contender, decay in dict.fromkeys(chosen):
-            for seed in range(1, self.seeds):
-                yield self.run(contender, decay, seed, data)
+            chosen += [(name, self.too_much) for name, _ in chosen if name != NO_DECAY]
+        more = [self.run(*each, seed, data) for each in dict.fromkeys(chosen) for seed in range(1, self.seeds)]
+        return grid + more
 
 
 def stairs_part(
@@ -89,28 +113,21 @@ def stairs_part(
     lr: float,
     divisors: Sequence[int],
     decay: float,
-    lengths: tuple[int, int, int, int],
+    lengths: Sequence[int],
     seeds: int,
     every: int,
 ) -> Stairs:
     """`lengths` are the shortest stage, and what others are a multiple of: plain, corrected and cautious ones."""
     shortest, plain, corrected, cautious = lengths
-    return Stairs(
-        name,
-        task,
-        stairs(lr, divisors, shortest, plain, power=1),
-        (decay,),
-        seeds,
-        every,
-        stairs(lr, divisors, shortest, corrected, power=2),
-        stairs(lr, divisors, shortest, cautious, power=1),
-    )
+    stages = partial(stairs, lr, divisors, shortest)
+    schedule = stages(plain, power=1)
+    return Stairs(name, task, schedule, (decay,), seeds, every, stages(corrected, power=2), stages(cautious, power=1))
 
 
 FULL: Sequence[Stairs | Grid] = (
     stairs_part("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, (1500, 600, 320, 1400), seeds=3, every=50),
-    Grid("gpt", "gpt", Cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=3, every=40),
-    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 3, 50, too_much=3.0),
+    Grid("gpt", "gpt", Cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=4, every=40),
+    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 4, 50, too_much=3.0),
     stairs_part("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, (800, 640, 320, 640), seeds=3, every=80),
 )
 

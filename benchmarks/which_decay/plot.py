@@ -1,251 +1,122 @@
-"""Draws pictures from the CSV files: losses over decay beside exponents, and norms over runs. Measures nothing.
-
-python -m benchmarks.which_decay.plot [DIR]
-"""
+"""Draws losses as forest plots beside exponents, from the CSV files. Measures nothing."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from benchmarks.conditions import read_rows
-from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY
-from benchmarks.which_decay.exponents import Exponent, exponents, stage_of
-from benchmarks.which_decay.findings import edge
+from benchmarks.drawing import GREY, PALETTE, Differences, forest, measured_on, save, tidy
+from benchmarks.studies.rows import Row
+from benchmarks.which_decay.contenders import ADAMW, CONTENDERS, DECAYING, NO_DECAY
+from benchmarks.which_decay.exponents import Exponent, exponents
+from benchmarks.which_decay.findings import TUNING_SEED, Finding, findings
 
-Row = dict[str, str]
-
-# Colours, of Okabe and Ito's palette, tell the base kind, lines and markers what is added to it.
-COLOURS = {c.name: "#777777" if c.name == NO_DECAY else "#D55E00" if c.scheduled else "#0072B2" for c in CONTENDERS}
-LINES = {c.name: ":" if c.cautious else "--" if c.corrected else "-" for c in CONTENDERS}
-MARKERS = {c.name: "^" if c.cautious else "s" if c.corrected else "o" for c in CONTENDERS}
-
+COLOURS = {c.name: GREY if c.name == NO_DECAY else PALETTE["red" if c.scheduled else "blue"] for c in CONTENDERS}
 TASKS = {"gpt": "GPT on prose", "resnet": "ResNet on CIFAR-10"}
-NETS = {"digits": "all weights without scale, noisy digits", "plain resnet": "ResNet, CIFAR-10"}
-PREDICTED = "#009E73"
-NET_STYLES = {"digits": ("o", "#000000"), "plain resnet": ("s", "#CC79A7")}
+NETS = {"digits": ("toy net", "o", "#000000"), "plain resnet": ("ResNet", "s", PALETTE["pink"])}
+AS_PREDICTED = 0.05  # of an exponent, without caution
 
 
-def plot(folder: Path) -> list[Path]:
-    """Returns the pictures that there were CSV files for."""
-    losses, curves, stages = (rows(folder / f"which_decay_{name}.csv") for name in ("losses", "curves", "exponents"))
-    pictures = []
-    if losses or stages:
-        pictures.append(main_picture(losses, stages, folder / "which_decay.png"))
-    if curves:
-        pictures.append(norms_picture(curves, folder / "which_decay_norms.png"))
-    return pictures
-
-
-def rows(path: Path) -> list[Row]:
-    return read_rows(path) if path.exists() else []
-
-
-# --- Losses and exponents
-
-
-def main_picture(losses: Sequence[Row], stages: Sequence[Row], path: Path) -> Path:
-    tasks = list(dict.fromkeys(row["task"] for row in losses))
-    found = exponents(map(stage_of, stages))
-    panels = len(tasks) + bool(found)
-    figure = Figure(figsize=(4.6 * max(panels, 2), 5.0), layout="constrained")
-    axes = list(figure.subplots(1, max(panels, 1), squeeze=False)[0])
-    for axis, task in zip(axes, tasks, strict=False):
-        draw_losses(axis, [row for row in losses if row["task"] == task])
-    if tasks:
-        axes[0].set_ylabel("validation loss, difference from no decay")
-        figure.legend(handles=list(handles()), loc="outside upper left", ncols=4, fontsize=8, frameon=False)
-    if found:
-        draw_exponents(axes[-1], found)
-    figure.supxlabel(caption(losses, stages), fontsize=7.5, color="#444444", x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    return path
-
-
-def handles() -> Iterator[Line2D]:
-    for contender in CONTENDERS:
-        name = contender.name
-        marker = "" if name == NO_DECAY else MARKERS[name]
-        yield Line2D([], [], color=COLOURS[name], linestyle=LINES[name], marker=marker, label=name, markersize=5)
-
-
-def draw_losses(axis: Axes, own: Sequence[Row]) -> None:
-    """Draws differences from the run without decay of the same seed, since seeds differ more than kinds do.
-
-    Lines are seed 0 over the grid. Markers are means where there are more seeds, large ones at the best decay, and bars
-    reach from lowest to highest.
-    """
-    without = {row["seed"]: float(row["validation_loss"]) for row in own if is_of(row, NO_DECAY)}
-    axis.axhline(0.0, color=COLOURS[NO_DECAY], linewidth=1.2)
-    for place, contender in enumerate(DECAYING):
-        name = contender.name
-        differences: dict[float, dict[str, float]] = {}
-        for row in own:
-            if is_of(row, name) and row["seed"] in without:
-                of_decay = differences.setdefault(float(row["decay"]), {})
-                of_decay[row["seed"]] = float(row["validation_loss"]) - without[row["seed"]]
-        grid = sorted((decay, of_decay["0"]) for decay, of_decay in differences.items() if "0" in of_decay)
-        if not grid:
-            continue
-        shift = 1.04 ** (place - (len(DECAYING) - 1) / 2)  # so that bars do not cover each other
-        axis.plot(
-            [shift * decay for decay, _ in grid],
-            [difference for _, difference in grid],
-            color=COLOURS[name],
-            linestyle=LINES[name],
-            linewidth=1.1,
-            alpha=0.75,
-        )
-        best = min(grid, key=lambda point: point[1])[0]
-        for decay, of_decay in differences.items():
-            if len(of_decay) == 1 and decay != best:
-                continue
-            seeds = of_decay.values()
-            mean = fmean(seeds)
-            axis.errorbar(
-                shift * decay,
-                mean,
-                [[mean - min(seeds)], [max(seeds) - mean]],
-                color=COLOURS[name],
-                marker=MARKERS[name],
-                markersize=7 if decay == best else 4,
-                capsize=3,
-                markerfacecolor=COLOURS[name] if not edge(best, [d for d, _ in grid]) or decay != best else "white",
-                zorder=4,
-            )
-    first = own[0]
-    axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xticks(sorted({float(r["decay"]) for r in own if not is_of(r, NO_DECAY)}))
-    axis.set_xlabel("weight decay, in AdamW's terms")
-    level = f", {fmean(without.values()):.3f} without decay" if without else ""
-    axis.set_title(
-        f"{TASKS[first['task']]}, {int(first['parameters']):,} parameters\n{int(first['steps']):,} steps{level}",
-        fontsize=10,
-        loc="left",
+def plot(losses: Sequence[Row], stages: Sequence[Row], path: Path, fixed: Sequence[tuple[str, float]]) -> Path:
+    """`fixed` are tasks and decays that are compared at the same number, too."""
+    best = [(task, None) for task in TASKS if any(row["task"] == task for row in losses)]
+    panels = [(task, at, found) for task, at in [*best, *fixed] if len(found := findings(losses, task, at)) > 1]
+    count = len(panels) + bool(stages)
+    figure = Figure(figsize=(11, 3.7 * ((count + 1) // 2) + 0.8), layout="constrained")
+    axes = figure.subplots((count + 1) // 2, 2, squeeze=False).ravel()
+    for axis, (task, at, found) in zip(axes, panels, strict=False):
+        draw_losses(axis, task, at, found)
+    if stages:
+        draw_exponents(axes[len(panels)], exponents(stages))
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    said = (
+        "Dots are seeds, diamonds their means: with intervals that hold for all kinds together with 95%, or hollow "
+        f"where seeds are too few. Seed {TUNING_SEED} chose the best decays by validation loss and does not judge "
+        f"them; a decay of {' and '.join(f'{at:g}' for _, at in fixed)} was fixed beforehand. A loss counts as lower "
+        "or higher if validation and test agree. Blue: AdamW's kinds, red: AdamS's. All kinds of a seed have the same "
+        "start and batches. Exponents: means and 95% intervals over seeds, layers that a norm follows. "
     )
-    tidy(axis)
+    first = [{key: str(value) for key, value in row.items()} for row in (*losses, *stages)][:1]
+    title = "Seven kinds of weight decay: their losses, and how their gradients grow"
+    return save(figure, path, said + measured_on(first), title)
 
 
-def is_of(row: Row, contender: str) -> bool:
-    return row["contender"] == contender
+def draw_losses(axis: Axes, task: str, at: float | None, found: Sequence[Finding]) -> None:
+    lines = []
+    for each in found:
+        if each.contender != ADAMW:
+            name = (
+                each.contender if each.contender == NO_DECAY or at is not None else f"{each.contender}, {each.decay:g}"
+            )
+            interval = each.interval("test_loss")
+            lines.append(Differences(name, each.differences("test_loss"), interval, COLOURS[each.contender]))
+    forest(axis, lines)
+    adamw = next(each for each in found if each.contender == ADAMW)
+    axis.set_xlabel(
+        f"test loss minus AdamW's ({adamw.mean('test_loss'):.3f} at a decay of {adamw.decay:g})", fontsize=9
+    )
+    where = f"{TASKS[task]}, " + ("each kind at its best decay" if at is None else f"all kinds at a decay of {at:g}")
+    axis.set_title(f"{where}:\n{result(found)}", fontsize=9.5, loc="left", fontweight="bold")
+
+
+def result(found: Sequence[Finding]) -> str:
+    """Says what the seeds show."""
+    seeds = max(len(each.differences("test_loss")) for each in found)
+    verdicts = {each.contender: each.verdict for each in found if each.contender != ADAMW}
+    if "too few seeds" in verdicts.values():
+        return f"{seeds} seed{'s' * (seeds > 1)} cannot tell the kinds apart"
+    named = {said: ", ".join(n for n, v in verdicts.items() if v == said) for said in ("lower", "higher")}
+    differ = "; ".join(f"{said} loss than AdamW: {names}" for said, names in named.items() if names)
+    return differ or f"no loss differs from AdamW's beyond {seeds} seeds"
 
 
 def draw_exponents(axis: Axes, found: Sequence[Exponent]) -> None:
     names = [contender.name for contender in DECAYING]
-    for task, (marker, colour) in NET_STYLES.items():
-        own = [e for e in found if e.task == task and e.quantity == "normed_grad_norm"]
-        if not own:
-            continue
-        shift = -0.13 if task == "digits" else 0.17
-        axis.errorbar(
-            [e.interval.mean for e in own],
-            [names.index(e.contender) + shift for e in own],
-            xerr=[e.interval.half_width if e.seeds > 1 else 0.0 for e in own],
-            linestyle="",
-            marker=marker,
-            color=colour,
-            capsize=3,
-            markersize=5,
-            label=f"measured: {NETS[task]}",
-        )
+    own = {(e.task, e.contender): e for e in found if e.quantity == "normed_grad_norm"}
     predictions = [contender.exponent for contender in DECAYING]
-    axis.scatter(predictions, range(len(names)), marker="|", s=700, color=PREDICTED, linewidth=3, zorder=1)
-    tick = Line2D(
-        [], [], marker="|", color=PREDICTED, markersize=10, markeredgewidth=3, linestyle="", label="predicted"
-    )
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("exponent of the learning rate in the gradient norm")
-    axis.set_title("Gradients as the learning rate falls:\n0: they stay; negative: they grow", fontsize=10, loc="left")
-    axis.legend(handles=[tick, *axis.get_legend_handles_labels()[0]], loc="lower left", fontsize=7.5)
-    axis.set_ylim(len(names) + 0.9, -0.6)
+    axis.scatter(predictions, range(len(names)), marker="|", s=500, color=PALETTE["green"], linewidth=3, zorder=1)
+    style = {"color": PALETTE["green"], "markersize": 10, "markeredgewidth": 3, "linestyle": ""}
+    handles = [Line2D([], [], marker="|", label="predicted", **style)]  # type: ignore[arg-type]
+    for task, (label, marker, colour) in NETS.items():
+        if not any(of_task == task for of_task, _ in own):
+            continue
+        handles.append(Line2D([], [], marker=marker, color=colour, linestyle="", markersize=5, label=label))
+        shift = -0.13 if task == "digits" else 0.17
+        for place, name in enumerate(names):
+            exponent = own.get((task, name))
+            interval = exponent.interval if exponent else None
+            if interval is None:
+                why = "not run" if exponent is None else "some stages did not settle"
+                where = ("axes fraction", "data")
+                axis.annotate(
+                    f"{label}: {why}", (0.02, place + shift), xycoords=where, fontsize=7.5, va="center", color=colour
+                )
+                continue
+            half = 0.0 if interval.high != interval.high else interval.high - interval.mean
+            axis.errorbar(interval.mean, place + shift, xerr=half, marker=marker, color=colour, capsize=3, markersize=5)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(len(names) + 0.3, -0.6)
+    axis.set_xlabel("exponent of the learning rate in the gradient norm (0: it stays)", fontsize=9)
+    axis.legend(handles=handles, loc="lower left", ncols=3, fontsize=7.5, frameon=False)
+    axis.set_title(said_of(own), fontsize=9.5, loc="left", fontweight="bold")
     axis.margins(x=0.08)
     tidy(axis, "x")
 
 
-def tidy(axis: Axes, grid: str = "y") -> None:
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis=grid, color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-
-
-def caption(losses: Sequence[Row], stages: Sequence[Row]) -> str:
-    first = (losses or stages)[0]
-    seeds = len({row["seed"] for row in losses})
-    said = []
-    if losses:
-        said.append(
-            f"Losses: lines are one seed, markers means of up to {seeds} seeds, bars from the lowest to the highest. "
-            "Large: each kind's best decay, hollow if at the edge of the grid. Differences are within seeds."
-        )
-    if stages:
-        said.append("Exponents: means and 95% intervals over seeds, layers that a norm follows, settled stages only.")
-    versions = f"torch {first['torch']}, swd_fused {first['swd_fused']}, {first['date'][:10]}"
-    return "\n".join([*said, f"CPU, one thread, {first['cpu']}. {versions}."])
-
-
-# --- Norms over runs
-
-
-def norms_picture(curves: Sequence[Row], path: Path) -> Path:
-    """Seed 0 at the largest decay that all contenders have, where kinds differ most."""
-    tasks = list(dict.fromkeys(row["task"] for row in curves))
-    figure = Figure(figsize=(5.0 * len(tasks) + 0.6, 6.4), layout="constrained")
-    panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
-    for column, task in enumerate(tasks):
-        own = [row for row in curves if row["task"] == task and row["seed"] == "0"]
-        grids = [{float(r["decay"]) for r in own if is_of(r, c.name)} for c in DECAYING]
-        shared = set.intersection(*(grid for grid in grids if grid))
-        if not shared:
-            continue
-        decay = max(shared)
-        for contender in CONTENDERS:
-            name = contender.name
-            line = [r for r in own if is_of(r, name) and float(r["decay"]) in (decay, 0.0)]
-            for axis, value in zip(panels[:, column], ("normed_grad_norm", "normed_weight_norm"), strict=True):
-                axis.plot(
-                    [int(r["step"]) for r in line],
-                    [float(r[value]) for r in line],
-                    color=COLOURS[name],
-                    linestyle=LINES[name],
-                    linewidth=1.4,
-                    label=name,
-                )
-        for axis in panels[:, column]:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
-            axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
-            tidy(axis)
-        panels[0, column].set_title(f"{TASKS[task]}, decay {decay:g}, seed 0", fontsize=10, loc="left")
-        panels[1, column].set_xlabel("step; warm-up, then a cosine to zero")
-    panels[0, 0].set_ylabel("gradient norm")
-    panels[1, 0].set_ylabel("weight norm")
-    lines, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
-    note = "The layers that corrected kinds correct. Norms are in the CSV for all runs."
-    figure.supxlabel(note, fontsize=7.5, x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    return path
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.which_decay.plot", description=__doc__)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("results/which_decay"), help="default: %(default)s"
-    )
-    pictures = plot(parser.parse_args(arguments).folder)
-    print(f"Wrote {', '.join(map(str, pictures))}")
-
-
-if __name__ == "__main__":
-    main()
+def said_of(own: dict[tuple[str, str], Exponent]) -> str:
+    """The title of the exponents: in which nets the kinds without caution are as predicted."""
+    parts = []
+    for task, (label, _, _) in NETS.items():
+        off = [
+            abs(e.interval.mean - (e.predicted or 0.0))
+            for c in DECAYING
+            if not c.cautious and (e := own.get((task, c.name))) is not None and e.interval is not None
+        ]
+        if off:
+            parts.append(f"{label}: {'as' if max(off) <= AS_PREDICTED else 'not as'} predicted")
+    return "How gradients grow as the learning rate falls:\n" + "; ".join(parts)

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.demo import digits
 from benchmarks.paper.data import load_images
-from benchmarks.paper.data.images import Tensors, flipped_and_cropped
+from benchmarks.paper.data.images import Batch, Tensors, flipped_and_cropped
 from benchmarks.paper.models.resnet import small_resnet
 from benchmarks.small_models import SmallGPT
+from benchmarks.studies.samples import digits, noisy, noisy_digits, windows_of
 from benchmarks.which_decay.contenders import Group
 from benchmarks.which_decay.prose import read_prose
 from swd_fused import param_groups
@@ -36,7 +36,9 @@ class Task(Protocol):
     def groups(self, model: nn.Module) -> list[Group]:
         """The first one has the layers that a norm follows, to which the correction and the predictions apply."""
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor: ...
+    def batch(self, generator: torch.Generator) -> Any: ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
     def held_out_loss(self, model: nn.Module, which: HeldOut) -> float: ...
 
@@ -58,17 +60,16 @@ class ProseGPT:
     def groups(self, model: nn.Module) -> list[Group]:
         return param_groups(model, 1.0, corrected_decay=True)
 
-    def batch(self, tokens: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        starts = torch.randint(len(tokens) - self.context, (size, 1), generator=generator)
-        return tokens[starts + torch.arange(self.context + 1)]
+    def batch(self, generator: torch.Generator) -> Tensor:
+        return windows_of(self.prose.train, self.batch_size, self.context, generator)
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        loss: Tensor = model.loss(self.batch(self.prose.train, self.batch_size, generator))  # type: ignore[operator]
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model.loss(batch)  # type: ignore[operator]
         return loss
 
     def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
         tokens = self.prose.validation if which == "validation" else self.prose.test
-        windows = self.batch(tokens, self.windows, torch.Generator().manual_seed(1))
+        windows = windows_of(tokens, self.windows, self.context, torch.Generator().manual_seed(1))
         losses = [model.loss(part).item() * len(part) for part in windows.split(64)]  # type: ignore[operator]
         return float(sum(losses)) / self.windows
 
@@ -93,12 +94,15 @@ class CifarResNet:
     def groups(self, model: nn.Module) -> list[Group]:
         return param_groups(model, 1.0, corrected_decay=True)
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+    def batch(self, generator: torch.Generator) -> Batch:
         chosen = torch.randint(self.train_count, (self.batch_size,), generator=generator)
         images = self.images.train_images[chosen]
         if self.augment:
             images = flipped_and_cropped(images, generator)
-        return cross_entropy(model(images), self.images.train_labels[chosen])
+        return images, self.images.train_labels[chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
 
     def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
         if which == "validation":
@@ -124,7 +128,7 @@ class ScaleFreeDigits:
     """
 
     betas = SHORT_MEMORY
-    batch_size, width, noise = 32, 32, 1.0
+    batch_size, width = 32, 32
     data = "digits"
 
     def __init__(self) -> None:
@@ -140,17 +144,14 @@ class ScaleFreeDigits:
     def groups(self, model: nn.Module) -> list[Group]:
         return [{"params": list(model.parameters()), "weight_decay": 1.0, "corrected_decay": True}]
 
-    def noisy(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        return images + self.noise * torch.randn(images.shape, generator=generator)
+    def batch(self, generator: torch.Generator) -> Batch:
+        return noisy_digits(self.digits, self.batch_size, generator)
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        chosen = torch.randint(len(self.digits.train_labels), (self.batch_size,), generator=generator)
-        return cross_entropy(
-            model(self.noisy(self.digits.train_images[chosen], generator)), self.digits.train_labels[chosen]
-        )
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
 
     def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
-        images = self.noisy(self.digits.test_images, torch.Generator().manual_seed(1))
+        images = noisy(self.digits.test_images, torch.Generator().manual_seed(1))
         return cross_entropy(model(images), self.digits.test_labels).item()
 
 

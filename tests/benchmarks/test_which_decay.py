@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.which_decay import cli, findings, plot
-from benchmarks.which_decay.contenders import ADAMC, ADAMS, ADAMW, CONTENDERS, NAMES, NO_DECAY, by_name
-from benchmarks.which_decay.exponents import SETTLED, Interval, exponents, slope, stage_of, stages
-from benchmarks.which_decay.findings import Finding
-from benchmarks.which_decay.lr_schedules import Cosine, Staircase, stairs
-from benchmarks.which_decay.parts import QUICK
-from benchmarks.which_decay.run import Checkpoint, Point, Run, Store, Trained
-from benchmarks.which_decay.tasks import CifarResNet, ProseGPT, ScaleFreeDigits
-from benchmarks.which_decay.training import train
-
 pytest.importorskip("sklearn")
+
+from benchmarks.studies.runner import Record
+from benchmarks.studies.store import Store
+from benchmarks.which_decay import cli
+from benchmarks.which_decay.contenders import ADAMC, ADAMS, ADAMW, CONTENDERS, NAMES, NO_DECAY, by_name
+from benchmarks.which_decay.exponents import SETTLED, exponents, slope, stages
+from benchmarks.which_decay.findings import findings
+from benchmarks.which_decay.lr_schedules import Cosine, Staircase, stairs
+from benchmarks.which_decay.parts import Run
+from benchmarks.which_decay.tasks import CifarResNet, ProseGPT, ScaleFreeDigits
+
+STORED = Path(__file__).parents[2] / "benchmarks/results/which_decay"
 
 
 @pytest.fixture
@@ -126,11 +128,12 @@ def test_the_layers_of_nets_with_batch_norm_have_no_scale(cifar: Path) -> None:
     for task in (ScaleFreeDigits(), CifarResNet(cifar)):
         torch.manual_seed(0)
         model = task.model()
-        before = task.loss(model, torch.Generator().manual_seed(0)).item()
+        batch = task.batch(torch.Generator().manual_seed(0))
+        before = task.loss(model, batch).item()
         with torch.no_grad():
             for param in task.groups(model)[0]["params"]:
                 (param[1] if isinstance(param, tuple) else param).mul_(3.0)
-        assert task.loss(model, torch.Generator().manual_seed(0)).item() == pytest.approx(before, rel=1e-3)
+        assert task.loss(model, batch).item() == pytest.approx(before, rel=1e-3)
 
 
 # --- Learning rates
@@ -149,7 +152,7 @@ def test_stairs() -> None:
     schedule = stairs(0.8, (1, 2, 1), shortest=3, lengthening=2, power=2)
     assert schedule == Staircase((0.8, 0.4, 0.8), (3, 8, 3))
     assert [schedule.at(step) for step in range(1, 15)] == [0.8] * 3 + [0.4] * 8 + [0.8] * 3
-    assert [step for step in range(1, 15) if schedule.ends_stage(step)] == [3, 11, 14]
+    assert Run("digits", "", ADAMW, 1.0, 0, schedule, 4).lengths == [3, 1, 4, 3, 1, 2]  # windows end with stages
 
 
 # --- Exponents
@@ -157,7 +160,7 @@ def test_stairs() -> None:
 SCHEDULE = stairs(0.01, (1, 2, 4, 8), shortest=100, lengthening=0, power=1)
 
 
-def made_up_run(contender: str, exponent: float, seed: int, unsettled: int | None = None) -> tuple[Run, Trained]:
+def made_up_run(contender: str, exponent: float, seed: int, unsettled: int | None = None) -> tuple[Run, Record]:
     """Norms that follow a power law once settled, with noise; in the first half of each stage they are elsewhere."""
     generator = np.random.default_rng(seed)
     points = []
@@ -166,9 +169,14 @@ def made_up_run(contender: str, exponent: float, seed: int, unsettled: int | Non
         settling = (step - 1) % 100 < 50
         norm = 99.0 if settling or stage == unsettled else lr**exponent * math.exp(0.01 * generator.normal())
         shrink = 0.01 if stage == unsettled else 0.4
-        points.append(Point(step, 10, lr, 1.0, 2 * norm, norm, 3.0, 1 / norm, shrink))
+        points.append(point(step, norm, 1 / norm, shrink))
     run = Run("digits", "made up", contender, 1.0, seed, SCHEDULE, 10)
-    return run, Trained(points, 100, 100, 1.0, 1.0, 1.0, [])
+    return run, {"points": points, "normed_parameters": 100}
+
+
+def point(step: int, grad_norm: float, weight_norm: float, shrink: float) -> dict[str, float]:
+    norms = {"normed_grad_norm": grad_norm, "squared_grad_norm": 1.0, "normed_weight_norm": weight_norm}
+    return {"step": step, "steps": 10, "train_loss": 1.0, "summed_decay": shrink, **norms}
 
 
 @pytest.mark.parametrize(("contender", "exponent"), [(ADAMW, -0.5), (ADAMS, -1 / 3), (ADAMC, 0.0)])
@@ -177,30 +185,28 @@ def test_a_known_exponent_is_found_and_a_wrong_one_is_not(contender: str, expone
     found = {e.quantity: e for e in exponents(measured)}
     gradient = found["normed_grad_norm"]
     assert gradient.predicted == pytest.approx(exponent)
+    assert gradient.interval is not None
     assert gradient.interval.mean == pytest.approx(exponent, abs=0.02)
-    assert (gradient.seeds, gradient.lrs, gradient.left_out) == (4, 4, 0)
-    assert found["normed_weight_norm"].interval.mean == pytest.approx(-exponent, abs=0.02)
-    assert found["unit_grad_norm"].interval.contains(0.0)
-    for wrong in {-0.5, -1 / 3, 0.0} - {exponent}:
-        assert not gradient.interval.contains(wrong)
-        other = [stage for seed in range(4) for stage in stages(*made_up_run(contender, wrong, seed))]
-        assert not next(e for e in exponents(other) if e.quantity == "normed_grad_norm").interval.contains(exponent)
+    assert (gradient.seeds, gradient.left_out) == (4, 0)
+    assert found["normed_weight_norm"].interval.mean == pytest.approx(-exponent, abs=0.02)  # type: ignore[union-attr]
+    assert found["unit_grad_norm"].interval.contains(0.0)  # type: ignore[union-attr]
+    assert not any(gradient.interval.contains(wrong) for wrong in {-0.5, -1 / 3, 0.0} - {exponent})
+    assert slope([1.0, 2.0, 4.0], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
 
 
 def test_stages_that_have_not_settled_are_left_out() -> None:
-    measured = stages(*made_up_run(ADAMW, -0.5, 0, unsettled=1))
-    assert [stage.settled for stage in measured] == [True, False, True, True]
-    assert measured[1].e_foldings == pytest.approx(2 * 5 * 0.01)
-    assert measured[0].e_foldings >= SETTLED
+    measured = list(stages(*made_up_run(ADAMW, -0.5, 0, unsettled=1)))
+    assert [stage["settled"] for stage in measured] == [True, False, True, True]
+    assert measured[1]["e_foldings"] == pytest.approx(2 * 5 * 0.01)
+    assert measured[0]["e_foldings"] >= SETTLED
     gradient = exponents(measured)[0]
-    assert (gradient.left_out, gradient.lrs) == (1, 3)
+    assert gradient.left_out == 1
+    assert gradient.interval is not None
     assert gradient.interval.mean == pytest.approx(-0.5, abs=0.02)
-    assert exponents(replace(stage, settled=stage.stage < 2) for stage in measured) == []  # two points are no law
-
-
-def test_half_of_cautious_decay_counts_towards_settling() -> None:
-    plain, cautious = (stages(*made_up_run(name, -0.5, 0))[0].e_foldings for name in (ADAMW, "cautious AdamW"))
-    assert cautious == pytest.approx(plain / 2)
+    too_few = exponents({**stage, "settled": stage["stage"] < 2} for stage in measured)
+    assert {exponent.interval for exponent in too_few} == {None}  # two points are no law
+    plain, cautious = (next(stages(*made_up_run(name, -0.5, 0)))["e_foldings"] for name in (ADAMW, "cautious AdamW"))
+    assert cautious == pytest.approx(plain / 2)  # half of it counts towards settling
 
 
 def test_balance_is_one_for_a_random_walk() -> None:
@@ -210,19 +216,10 @@ def test_balance_is_one_for_a_random_walk() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(400):
         weights = (1 - shrink) * weights - lr * torch.randn(count, generator=generator)
-    schedule = Staircase((lr,), (20,))
-    points = [Point(step, 10, lr, 1.0, 1.0, 1.0, 1.0, float(weights.norm()), 10 * shrink) for step in (10, 20)]
-    (stage,) = stages(Run("digits", "", ADAMW, 1.0, 0, schedule, 10), Trained(points, count, count, 1.0, 1.0, 1.0, []))
-    assert stage.balance == pytest.approx(1.0, rel=0.05)
-
-
-def test_slope_and_interval() -> None:
-    assert slope([1.0, 2.0, 4.0], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
-    interval = Interval.of([1.0, 2.0, 3.0])
-    assert interval.mean == 2.0
-    assert interval.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert Interval.of([1.0, 2.0, 3.0], comparisons=6).half_width == pytest.approx(10.886 / math.sqrt(3), rel=1e-3)
-    assert math.isnan(Interval.of([1.0]).half_width)
+    points = [point(step, 1.0, float(weights.norm()), 10 * shrink) for step in (10, 20)]
+    run = Run("digits", "", ADAMW, 1.0, 0, Staircase((lr,), (20,)), 10)
+    (stage,) = stages(run, {"points": points, "normed_parameters": count})
+    assert stage["balance"] == pytest.approx(1.0, rel=0.05)
 
 
 # --- Verdicts
@@ -247,72 +244,22 @@ def made_up_rows(contender: str, losses: dict[tuple[float, int], float]) -> list
     ("shifts", "said"), [((-0.1, -0.11, -0.1), "lower"), ((-0.1, 0.02, 0.1), "no"), ((0.1, 0.11, 0.11), "higher")]
 )
 def test_only_what_all_seeds_carry_is_called_lower_or_higher(shifts: tuple[float, ...], said: str) -> None:
-    base = {(0.1, 0): 2.0, (0.3, 0): 1.5, (1.0, 0): 1.8, (0.3, 1): 1.4, (0.3, 2): 1.7}
-    other = {
-        (0.1, 0): 3.0,
-        (0.3, 0): 3.0,
-        (1.0, 0): 1.5 + shifts[0],
-        (1.0, 1): 1.4 + shifts[1],
-        (1.0, 2): 1.7 + shifts[2],
-    }
-    found: dict[str, Finding] = {
-        f.contender: f for f in findings.findings(made_up_rows(ADAMW, base) + made_up_rows(ADAMS, other))
-    }
+    seeds = {(0.3, 1): 1.4, (0.3, 2): 1.7, (0.3, 3): 1.6}
+    base = {(0.1, 0): 2.0, (0.3, 0): 1.5, (1.0, 0): 1.8, **seeds}
+    shifted = {(1.0, seed): loss + shift for ((_, seed), loss), shift in zip(seeds.items(), shifts, strict=True)}
+    rows = made_up_rows(ADAMW, base)
+    # By how much seed 0 likes the decay that it has chosen is of no matter.
+    other = made_up_rows(ADAMS, {(0.1, 0): 3.0, (0.3, 0): 3.0, (1.0, 0): -99.0, **shifted})
+    found = {f.contender: f for f in findings(rows + other, "gpt")}
     assert (found[ADAMW].decay, found[ADAMW].at_edge, found[ADAMW].verdict) == (0.3, "", "")
     assert (found[ADAMS].decay, found[ADAMS].at_edge, found[ADAMS].verdict) == (1.0, "highest", said)
-    assert found[ADAMS].validation_difference.mean == pytest.approx(sum(shifts) / 3)
-    at_one = findings.findings(made_up_rows(ADAMW, base) + made_up_rows(ADAMS, other), at=1.0)
-    assert [(f.contender, f.decay, f.verdict) for f in at_one] == [(ADAMW, 1.0, ""), (ADAMS, 1.0, "one seed")]
-    assert not any(f.at_edge for f in at_one)
-
-
-def test_validation_and_test_must_agree() -> None:
-    seeds = {(0.1, 0): 2.0, (0.1, 1): 2.1, (0.1, 2): 2.2}
-    lower = made_up_rows(ADAMS, {key: loss - 0.1 for key, loss in seeds.items()})
-    assert findings.findings(made_up_rows(ADAMW, seeds) + lower)[1].verdict == "lower"
-    for row, shift in zip(lower, (-0.1, 0.1, 0.1), strict=True):
+    assert found[ADAMS].differences("validation_loss") == pytest.approx(list(shifts))
+    for row, shift in zip(other[3:], (0.2, -0.2, 0.0), strict=True):
         row["test_loss"] += shift
-    assert findings.findings(made_up_rows(ADAMW, seeds) + lower)[1].verdict == "no"
-
-
-def test_one_seed_is_not_judged() -> None:
-    rows = made_up_rows(ADAMW, {(0.1, 0): 2.0}) + made_up_rows(ADAMS, {(0.1, 0): 1.0})
-    assert findings.findings(rows)[1].verdict == "one seed"
-
-
-# --- Resuming
-
-
-class InterruptedRunError(Exception):
-    pass
-
-
-def without_time(trained: Trained) -> Trained:
-    return replace(trained, seconds=0.0)
-
-
-@pytest.mark.parametrize("contender", [ADAMS, ADAMC, "cautious AdamS"])
-@pytest.mark.parametrize("after", [20, 100])  # in the middle of calibration, and after it
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, contender: str, after: int) -> None:
-    task = ScaleFreeDigits()
-    run = Run("digits", task.data, contender, 5.0, 0, stairs(0.01, (1, 2), 80, 0, 1), 10)
-    told: list[int] = []
-
-    def interrupt(steps: int) -> None:
-        told.append(steps)
-        if sum(told) > after:
-            raise InterruptedRunError
-
-    checkpoint = Checkpoint(tmp_path / "run.pt", save_every=0.0)
-    with pytest.raises(InterruptedRunError):
-        train(run, task, checkpoint, interrupt)
-    assert checkpoint.load()["step"] == after  # type: ignore[index]
-    told.clear()
-    resumed = train(run, task, checkpoint, told.append)
-    assert told[0] == after
-    assert sum(told) == run.schedule.steps
-    whole = train(run, task, Checkpoint(tmp_path / "none.pt"), lambda steps: None)
-    assert without_time(resumed) == without_time(whole)
+    assert {f.contender: f for f in findings(rows + other, "gpt")}[ADAMS].verdict == "no"  # both losses must agree
+    assert findings(rows[:4] + other[:4], "gpt")[1].verdict == "too few seeds"
+    at_one = findings(rows + other, "gpt", at=1.0)  # fixed beforehand: seed 0 judges, too
+    assert [(f.contender, f.decay, len(f.rows)) for f in at_one] == [(ADAMW, 1.0, 1), (ADAMS, 1.0, 4)]
 
 
 # --- The command
@@ -334,22 +281,19 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
             assert {(c.name, "1.0") for c in CONTENDERS[1:]} <= more
         assert all(r["torch"] and r["cpu"] and r["date"] for r in own)
         assert len({r["validation_loss"] for r in own if r["seed"] == "0"}) > 3
-    stage_rows = [stage_of(row) for row in rows_of(out / "which_decay_exponents.csv")]
-    assert {stage.task for stage in stage_rows} == {"digits", "plain resnet"}
-    assert len([stage for stage in stage_rows if stage.task == "digits"]) == 6 * 2 * 4
-    assert rows_of(out / "which_decay_curves.csv")
-    for picture in ("which_decay.png", "which_decay_norms.png"):
-        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    stage_rows = rows_of(out / "which_decay_exponents.csv")
+    assert {stage["task"] for stage in stage_rows} == {"digits", "plain resnet"}
+    assert len([stage for stage in stage_rows if stage["task"] == "digits"]) == 6 * 2 * 4
+    assert (out / "which_decay.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert all(
-        words in said for words in ("cautious AdamS", "predicted", "losses at the best decay", "at a decay of 1")
-    )
+    assert all(words in said for words in ("cautious AdamS", "predicted", "losses at the best", "at a decay of 1"))
 
-    files = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
-    removed = next(path for path in files if path.name.startswith("gpt-AdamS-"))
-    removed.unlink()
+    store = Store(out / "runs.jsonl")
+    lines = store.path.read_text().splitlines(keepends=True)
+    removed = next(line for line in lines if '"key": "gpt-AdamS-' in line)
+    store.path.write_text("".join(line for line in lines if line != removed))
     cli.main(arguments)
-    assert {path for path in (out / "runs").iterdir() if path.stat().st_mtime_ns != files[path]} == {removed}
+    assert len(store.read()) == len(lines)
     again = rows_of(out / "which_decay_losses.csv")
     changing = {"date", "seconds", "other_load"}
     assert [{k: v for k, v in row.items() if k not in changing} for row in again] == [
@@ -357,26 +301,18 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
     ]
 
 
-def test_other_texts_are_other_runs(text: Path) -> None:
-    part = next(part for part in QUICK if part.name == "gpt")
-    first = part.runs(ProseGPT(text, quick=True).data)
-    text.write_text(text.read_text() + "More.")
-    assert not {run.key for run in first} & {run.key for run in part.runs(ProseGPT(text, quick=True).data)}
+def test_the_stored_rows_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in STORED.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    cli.main(["--draw", "--out", str(tmp_path)])
+    assert (tmp_path / "which_decay.png").read_bytes().startswith(b"\x89PNG")
+    assert "not settled" in capsys.readouterr().out
 
 
-def test_missing_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="CIFAR-10"):
         cli.main(["--quick", "--part", "resnet", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="apt-get install anarchism"):
         cli.main(["--quick", "--part", "gpt", "--text", str(tmp_path / "none.txt"), "--out", str(tmp_path)])
-    cli.main(["--draw", "--text", str(tmp_path / "none.txt"), "--out", str(tmp_path)])
-    assert "Without resnet: " in capsys.readouterr().out
-    assert Store(tmp_path / "runs").folder.exists() is False
-
-
-@pytest.mark.parametrize("main", [cli.main, plot.main])
-def test_help(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--help"])
-    assert exit_info.value.code == 0
-    assert "usage: python -m benchmarks.which_decay" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="wanted one of them"):
+        cli.main(["--draw", "--out", str(tmp_path)])

@@ -1,8 +1,7 @@
-"""Rows of a CSV and what the figures make of them: groups, and mean and range over seeds."""
+"""Rows of a CSV file: values as numbers, groups, and mean and range over seeds."""
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,22 +9,15 @@ from typing import Any
 
 import numpy as np
 
-Row = dict[str, Any]
+from benchmarks import conditions
 
-TEXTS = (
-    *("data", "model", "optimizer", "milestones", "cosine", "augment", "part", "role"),
-    *("device", "cpu", "torch", "python", "date"),
-)
+Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there, wanted the CSV of an experiment. Run it first, without --draw.")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            {key: value if key in TEXTS else number(value) for key, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
+        raise FileNotFoundError(f"{path} is not there, wanted what the command writes without --draw.")
+    return [{key: number(value) for key, value in row.items()} for row in conditions.read_rows(path)]
 
 
 def number(text: str) -> Any:
@@ -37,15 +29,11 @@ def number(text: str) -> Any:
 
 
 def grouped(rows: Iterable[Row], by: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    """In the order in which groups first appear."""
+    """Groups come in the order in which they first appear."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[tuple(row[column] for column in by)].append(row)
     return dict(groups)
-
-
-def last_epochs(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["epoch"] == row["epochs"]]
 
 
 def chosen(rows: Iterable[Row], **values: Any) -> list[Row]:
@@ -53,9 +41,9 @@ def chosen(rows: Iterable[Row], **values: Any) -> list[Row]:
 
 
 def over_seeds(rows: Iterable[Row], x: str, y: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x, and mean, least and most of y over the seeds at each x. Rows without a value of y are left out."""
+    """Returns x, and mean, least and most of y over the seeds at each x. Rows without a value of y are left out."""
     at = grouped((row for row in rows if row[y] == row[y]), [x])
     xs = sorted(at)
     values = [[row[y] for row in at[each]] for each in xs]
-    reduced = [np.array([f(v) for v in values]) for f in (np.mean, np.min, np.max)]
-    return np.array([each[0] for each in xs], dtype=float), reduced[0], reduced[1], reduced[2]
+    mean, least, most = (np.array([f(v) for v in values]) for f in (np.mean, np.min, np.max))
+    return np.array([each[0] for each in xs], dtype=float), mean, least, most

@@ -1,0 +1,382 @@
+"""The paper's experiments: nets, optimizers, what is measured, lambda's choice on validation data, and the command."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pytorch_optimizer")
+pytest.importorskip("sklearn")
+
+from benchmarks.paper import cli
+from benchmarks.paper.data import IMAGES, TEXTS, DataError, load_images, load_text
+from benchmarks.paper.experiments import EXPERIMENTS, PRESETS, TABLE1, Search, planned
+from benchmarks.paper.figures import DRAWINGS
+from benchmarks.paper.hessian import top_eigenvalues
+from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS
+from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
+from benchmarks.paper.run import Run
+from benchmarks.paper.training import check_needs, in_columns, lesson_of, stretches
+from benchmarks.paper.tuning import Planned, decay_for, score, total_decay
+from benchmarks.studies.rows import read_rows
+from benchmarks.studies.store import Store
+from benchmarks.studies.training import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+STORED = Path(__file__).parents[2] / "benchmarks/results/paper"
+TASK = Run("noise", "small-resnet", 2, 8, (1,), held_out=8)
+RUN = replace(TASK, held_out=0).run("AdamS", 5e-4, seed=3)
+
+
+# --- Nets and optimizers
+
+# With 10 classes of RGB images. The large ones are what is commonly given for these nets on CIFAR-10.
+COUNTS = {
+    "resnet18": 11_173_962,
+    "resnet34": 21_282_122,
+    "vgg16-bn": 14_728_266,
+    "vgg16": 14_728_266 - 2 * 4224,  # BatchNorm has two numbers for each of the 4,224 channels
+    "densenet121": 6_956_298,
+    "googlenet": 6_166_250,
+    "small-resnet": 19_954,
+    "medium-resnet": 78_042,
+    "large-resnet": 308_650,
+    "small-vgg-bn": 17_930 + 2 * 104,
+    "small-vgg": 17_930,
+}
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_image_models_have_the_papers_sizes(name: str) -> None:
+    assert set(COUNTS) | {"resnet50"} == set(IMAGE_MODELS)
+    model = IMAGE_MODELS[name](3, 10, 32).eval()
+    assert parameters(model) == COUNTS[name]
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_lstm_has_the_papers_14_million_parameters_and_carries_its_state() -> None:
+    width, vocabulary = 512, 10_000
+    assert (
+        parameters(LANGUAGE_MODELS["lstm"](vocabulary))
+        == 14_452_496
+        == (vocabulary * width + 2 * 4 * (2 * width * width + 2 * width) + vocabulary * (width + 1))
+    )
+    model = LANGUAGE_MODELS["small-lstm"](11).eval()
+    tokens = torch.randint(11, (6, 3))
+    with torch.no_grad():
+        whole, _ = model(tokens, model.no_hidden(3, CPU))
+        first, hidden = model(tokens[:4], model.no_hidden(3, CPU))
+        second, _ = model(tokens[4:], hidden)
+    torch.testing.assert_close(torch.cat([first, second]), whole)
+
+
+def test_text_is_cut_into_columns_and_every_word_but_the_first_is_a_target() -> None:
+    text = in_columns(torch.arange(203), 2, "a text")
+    assert text[:3].tolist() == [[0, 101], [1, 102], [2, 103]]
+    pieces = list(stretches(text))
+    assert [len(tokens) for tokens, _ in pieces] == [35, 35, 30]
+    assert all(torch.equal(tokens + 1, targets) for tokens, targets in pieces)
+    with pytest.raises(DataError, match=r"a text has 5 words, too short .* wanted 6 words"):
+        in_columns(torch.arange(5), 3, "a text")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_decay_is_decoupled_or_not_as_in_the_paper(name: str) -> None:
+    """A weight far from zero with a gradient of zero: decoupled decay shrinks it, L2 enters the gradient."""
+    param = nn.Parameter(torch.tensor([100.0, 1.0]))
+    optimizer = OPTIMIZERS[name].build([param], 1e-2, 5e-4)
+    param.grad = torch.tensor([0.0, 1e-3])
+    optimizer.step()
+    shrunk = 1 - param[0].item() / 100
+    schedule = 5e-4 / (1e-3 / math.sqrt(2))
+    decays = {"AdamW": 0.5, "AMSGradW": 0.5, "AdamS": schedule, "AMSGradS": schedule, "SGDS": 5e-3}
+    if name in decays:
+        assert shrunk == pytest.approx(1e-2 * decays[name], rel=1e-2)
+        assert adamw_weight_decay(optimizer) == pytest.approx(decays[name], rel=1e-3)
+    elif name.startswith("SGD"):
+        assert shrunk == pytest.approx(1e-2 * 5e-4, rel=2e-2)
+    else:  # Adam's step has the size of lr, whatever the gradient
+        assert 0 < shrunk * 100 < 0.2
+        assert math.isnan(adamw_weight_decay(optimizer))
+
+
+def test_equation_1_goes_on_shrinking_when_the_learning_rate_falls() -> None:
+    sizes = {}
+    for name in ("SGD, eq 1", "SGD, eq 3"):
+        param = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = OPTIMIZERS[name].build([param], 0.1, 0.5)
+        for lr in (0.1, 0.01):
+            optimizer.param_groups[0]["lr"] = lr
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        sizes[name] = param.item()
+    assert sizes == {"SGD, eq 1": pytest.approx(0.95 * 0.95), "SGD, eq 3": pytest.approx(0.95 * 0.995)}
+
+
+# --- What is measured
+
+
+def test_losses_and_norms_are_means_over_minibatches() -> None:
+    """Against a second training loop, with torch's own optimizer and norms computed one by one."""
+    run = replace(RUN, optimizer="AdamW", weight_decay=5e-4)
+    points = train(lesson_of(run, None, CPU))
+    data = load_images("noise", None, CPU, 0)
+    torch.manual_seed(run.seed)
+    model = IMAGE_MODELS["small-resnet"](1, 3, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    shuffle = torch.Generator().manual_seed(run.seed)
+    for point, lr in zip(points, (1e-3, 1e-4), strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        losses, squares = [], []
+        model.train()
+        for images, labels in data.train_batches(8, shuffle, augment=False):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            squares.append(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+            optimizer.step()
+        assert point["current_lr"] == pytest.approx(lr)
+        assert point["train_loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+        assert point["squared_grad_norm"] == pytest.approx(sum(squares) / 4, rel=1e-2)
+        assert point["grad_norm"] == pytest.approx(sum(map(math.sqrt, squares)) / 4, rel=1e-2)
+        assert point["summed_decay"] == pytest.approx(4 * lr * 0.5)
+        model.eval()
+        with torch.no_grad():
+            wrong = (model(data.test_images).argmax(1) != data.test_labels).double().mean()
+        assert point["test_error"] == pytest.approx(float(wrong), abs=0.07)  # one of 16 may tip over by rounding
+
+
+def test_testing_can_be_rarer_but_never_skips_the_end() -> None:
+    points = train(lesson_of(replace(RUN, epochs=5, evaluate_every=2), None, CPU))
+    assert [not math.isnan(point["test_error"]) for point in points] == [False, True, False, True, True]
+
+
+def test_cosine_restarts_after_one_two_and_four_cycles() -> None:
+    lesson = lesson_of(replace(RUN, lr=1.0, epochs=7, milestones=(), cosine=(1, 2)), None, CPU)
+    rates = []
+    for _ in range(7 * 4):
+        rates.append(lesson.optimizer.param_groups[0]["lr"])
+        lesson.optimizer.step()
+        lesson.lr_schedule.step()
+    expected = [0.5 * (1 + math.cos(math.pi * i / (4 * epochs))) for epochs in (1, 2, 4) for i in range(4 * epochs)]
+    assert rates == pytest.approx(expected)
+
+
+def test_top_eigenvalues_are_those_of_the_whole_hessian() -> None:
+    """Also in several batches, which bound the memory."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    images, labels = torch.randn(20, 1, 2, 2, dtype=torch.float64), torch.randint(3, (20,))
+    model(images)  # sets BatchNorm's running statistics
+    model.eval()
+    params = dict(model.named_parameters())
+    flat = torch.cat([param.detach().flatten() for param in params.values()])
+
+    def loss(vector: torch.Tensor) -> torch.Tensor:
+        parts = vector.split([param.numel() for param in params.values()])
+        named = {name: part.view_as(param) for (name, param), part in zip(params.items(), parts, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(model, named, images), labels)
+
+    expected = torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, flat)).flip(0)[:4].tolist()
+    for most_pixels in (4 * 20, 4 * 8):
+        assert top_eigenvalues(model.train(), images, labels, 4, 0, most_pixels) == pytest.approx(expected, rel=0.01)
+
+
+# --- The choice of lambda
+
+SEARCH = Search(TASK, dict.fromkeys(("Adam", "AdamW", "AdamS"), (1e-4, 3e-4, 1e-3, 3e-3)))
+SEEDS = (0, 1, 2)
+Result = Mapping[str, Any]
+
+
+def made_up(run: Run, error: float, total: float) -> dict[str, Any]:
+    last = {"test_error": error, "test_loss": math.nan, "summed_decay": total / 2}
+    return {"run": asdict(run), "points": [last, last]}
+
+
+def weak(run: Run) -> float:
+    """AdamS removes a tenth of what AdamW does with the same lambda, and less than in proportion to lambda."""
+    return 40 * run.weight_decay**0.9 if run.optimizer == "AdamS" else 1000 * run.weight_decay
+
+
+def carried_out(best: dict[str, float]) -> tuple[list[Planned], list[Run]]:
+    """Plans until nothing is missing. Returns the last plan, and the runs in the order in which they were asked for."""
+    results: dict[str, Any] = {}
+    while True:
+        plan = SEARCH.planned(SEEDS, results)
+        run = next((run for run, _ in plan if run.key not in results), None)
+        if run is None:
+            return plan, [Run(**{**r["run"], "milestones": (1,)}) for r in results.values()]
+        distance = abs(math.log10(run.weight_decay / best[run.optimizer])) if run.weight_decay else math.inf
+        results[run.key] = made_up(run, distance, weak(run))
+
+
+def of_role(plan: list[Planned], role: str) -> set[tuple[str, float, int]]:
+    return {(run.optimizer, run.weight_decay, run.seed) for run, its in plan if its == role}
+
+
+def test_lambda_is_chosen_by_validation_alone_and_run_with_all_seeds() -> None:
+    best = {"Adam": 3e-4, "AdamW": 1e-3, "AdamS": 1e-3}
+    plan, asked = carried_out(best)
+    assert of_role(plan, "tuned") == {(*each, seed) for each in best.items() for seed in SEEDS}
+    assert of_role(plan, "no decay") == {("Adam", 0.0, seed) for seed in SEEDS}
+    assert len(of_role(plan, "tuning")) == 12
+    for run, role in plan:
+        assert (run.part == "validation") == (role in ("tuning", "matching"))
+        assert run.held_out == 8
+    parts = [run.part for run in asked]
+    assert parts == sorted(parts, reverse=True)  # nothing is tested before all is chosen
+    [decay] = {decay for _, decay, _ in of_role(plan, "equal decay")}
+    assert 40 * decay**0.9 == pytest.approx(1.0, rel=0.02)  # AdamW's at 1e-3
+
+
+def test_a_grid_grows_where_its_best_is_at_an_end() -> None:
+    plan, _ = carried_out({"Adam": 3e-5, "AdamW": 1e-2, "AdamS": 1.0})
+    tuned = {optimizer: decay for optimizer, decay, _ in of_role(plan, "tuned")}
+    assert tuned == {"Adam": 3e-5, "AdamW": 1e-2, "AdamS": 3e-2}  # no more than twice
+
+
+def test_lambda_for_a_decay_lies_between_those_known_or_in_proportion_beyond() -> None:
+    known = [made_up(TASK.run("AdamS", decay), 0.5, total) for decay, total in ((1e-3, 1.0), (1e-2, 4.0))]
+    assert decay_for(2.0, known) == pytest.approx(10**-2.5, rel=0.01)
+    assert decay_for(8.0, known) == pytest.approx(2e-2)
+    assert decay_for(0.5, known) == pytest.approx(5e-4)
+    assert score(made_up(RUN, math.nan, 1.0)) == math.inf  # a run that diverged
+
+
+# --- Experiments and the command
+
+
+def test_the_paper_preset_has_the_papers_settings() -> None:
+    paper = PRESETS["paper"]
+    table1 = [run for run, _ in planned(paper["table1"], SEEDS, {})]
+    settings = {run.task: (run.epochs, run.batch_size, run.milestones, run.weight_decay, run.augment) for run in table1}
+    assert settings == {
+        **dict.fromkeys(("cifar10/resnet18", "cifar10/vgg16-bn"), (200, 128, (80, 160), 5e-4, True)),
+        **{f"cifar100/{net}": (200, 128, (100, 150), 5e-4, True) for net in ("resnet34", "densenet121", "googlenet")},
+        "imagenet/resnet50": (90, 256, (30, 60), 5e-4, True),
+    }
+    assert {run.optimizer for run in table1} == set(TABLE1)
+    assert len(table1) == 3 * (5 * 12 + 3)
+    runs = {name: [run for run, _ in planned(experiment, SEEDS, {})] for name, experiment in paper.items()}
+    assert {run.weight_decay for run in runs["table2"]} == {1e-4}
+    assert {(run.epochs, run.cosine) for run in runs["cosine"]} == {(210, (14, 2))}
+    table3 = {(run.epochs, run.weight_decay) for run in runs["coupling"] if run.optimizer == "SGD"}
+    assert {(50, 0.02), (50, 0.002), (2000, 5e-5)} <= table3
+    assert all(len(set(of)) == len(of) for of in runs.values())
+    assert {run.data for of in PRESETS["real"] for run, _ in planned(PRESETS["real"][of], SEEDS, {})} == {
+        "cifar10-subset",
+        "penn-treebank-4000",
+    }
+    data = {run.data for of in PRESETS["quick"] for run, _ in planned(PRESETS["quick"][of], SEEDS, {})}
+    assert data == {"fashion-mnist", "digits", "python-documentation"}
+
+
+def test_every_experiment_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(EXPERIMENTS) == set(DRAWINGS) == set(PRESETS["tiny"])
+    arguments = ["all", "--preset", "tiny", "--seeds", "1", "--workers", "1", "--device", "cpu", "--out", str(tmp_path)]
+    cli.main(arguments)
+    runs = Store(tmp_path / "runs.jsonl").read()
+    trained = [run["key"].partition("+")[0] for run in runs]
+    assert len(trained) == len(set(trained))  # experiments share their runs, those with eigenvalues too
+    for name in EXPERIMENTS:
+        rows = read_rows(tmp_path / f"{name}.csv")
+        assert all(math.isfinite(row["train_loss"]) and row["date"] for row in rows)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert str(tmp_path / f"{name}.csv") in capsys.readouterr().out or name != "tuned"
+    assert {row["rank"] for row in read_rows(tmp_path / "sharpness.csv")} == {1, 2, 3}
+    rows = read_rows(tmp_path / "tuned.csv")
+    assert {row["role"] for row in rows} == {"tuning", "matching", "tuned", "equal decay", "no decay"}
+    matched = {row["weight_decay"] for row in rows if row["role"] == "equal decay"}
+    [adamw] = {row["weight_decay"] for row in rows if row["role"] == "tuned" and row["optimizer"] == "AdamW"}
+    totals = [
+        total_decay(run)
+        for run in runs
+        if run["run"]["part"] == "validation" and run["run"]["data"] == "noise" and run["run"]["augment"]
+        if (run["run"]["optimizer"], run["run"]["weight_decay"]) in {("AdamW", adamw), *(("AdamS", d) for d in matched)}
+    ]
+    assert max(totals) == pytest.approx(min(totals), rel=0.02)
+    written = (tmp_path / "tuned.csv").read_bytes()
+    cli.main(arguments)  # nothing is left to do
+    assert (tmp_path / "tuned.csv").read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    "stored", [path for path in sorted(STORED.rglob("*.csv")) if path.stem in EXPERIMENTS], ids=str
+)
+def test_figure_is_drawn_from_the_stored_csv(stored: Path, tmp_path: Path) -> None:
+    shutil.copy(stored, tmp_path)
+    cli.main([stored.stem, "--draw", "--out", str(tmp_path)])
+    assert (tmp_path / f"{stored.stem}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / stored.name).read_bytes() == stored.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["tuned", "tuned-lstm"])
+def test_tuning_never_reads_the_test_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With test data that would break any run that looks at them, tuning gives the same numbers."""
+    search = PRESETS["tiny"][name]
+    assert isinstance(search, Search)
+    images, text = IMAGES["noise"], TEXTS["noise-text"]
+    runs = [run for run, role in search.planned(SEEDS, {}) if role == "tuning"]
+    results = []
+    for spoilt in (False, True):
+        load_images.cache_clear()
+        load_text.cache_clear()
+        if spoilt:
+            spoilt_images = replace(images(None), test_images=torch.full((16, 1, 8, 8), math.nan))
+            monkeypatch.setitem(IMAGES, "noise", lambda root, data=spoilt_images: data)
+            monkeypatch.setitem(TEXTS, "noise-text", lambda root: replace(text(root), test=torch.full((100,), 10**9)))
+        results.append(repr([train(lesson_of(run, None, CPU)) for run in runs]))
+    load_images.cache_clear()
+    load_text.cache_clear()
+    assert results[0] == results[1]
+
+
+def test_missing_data_are_noticed_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    paper = PRESETS["paper"]
+    for message, name, index in (
+        ("CIFAR-100", "schedule", -1),
+        ("Penn TreeBank", "lstm", 0),
+        ("torchvision's", "table1", -1),
+    ):
+        with pytest.raises(DataError, match=message):
+            check_needs([RUN, planned(paper[name], [0], {})[index].run], tmp_path)
+    with pytest.raises(SystemExit, match=r"CIFAR-10.*--data DIR"):
+        cli.main(
+            ["table1", "--preset", "paper", "--task", "cifar10/resnet18", "--device", "cpu", "--out", str(tmp_path)]
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("table1", "--task", "mnist/lenet"), "wanted some of fashion-mnist/small-resnet"),
+        (("lstm", "--device", "gpu"), "--device gpu cannot be used here"),
+        (("basin", "--preset", "real"), "wanted one of tuned, tuned-unaugmented, tuned-lstm, gradnorm"),
+    ],
+)
+def test_impossible_arguments_are_refused(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--seeds", "1", *arguments])
+    assert said in capsys.readouterr().err
