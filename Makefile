@@ -8,7 +8,7 @@ KERNEL_TESTS := tests/backends/test_ops.py $(addprefix tests/core/test_,definiti
 	mixed_precision.py decay_kinds.py first_moment.py element_numbers.py reproducibility.py)
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: demo test test-all test-gpu gpu-report test-virtual-gpu test-kernels test-arm lint bench frameworks paper wheel compat docs clean
+.PHONY: demo test test-all test-gpu gpu-report test-virtual-gpu test-kernels test-arm lint bench bench-sharded frameworks paper wheel compat docs clean
 
 demo: $(VENV)/.with-demo
 	$(BIN)/python -m benchmarks.demo
@@ -63,6 +63,18 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.cliffs
 	$(BIN)/python -m benchmarks.busy_machine
 endif
+
+# Steps on shards under other versions of torch: make bench-sharded TORCH="2.12.1 2.15.0". Each is installed by itself, or a
+# CUDA build would bring gigabytes of libraries, for which empty ones stand in. The built extension serves all of them.
+bench-sharded: $(VENV)/.with-bench
+	set -e; for torch in $(TORCH); do \
+	    rm -rf build/other-torch; $(PYTHON) -m venv build/other-torch; \
+	    build/other-torch/bin/pip install --quiet --no-deps torch==$$torch; \
+	    build/other-torch/bin/pip install --quiet filelock fsspec jinja2 networkx setuptools sympy typing_extensions pyelftools matplotlib rich; \
+	    build/other-torch/bin/python -c 'import pathlib, tests.packaging.cuda_stand_ins as c; \
+	        [c.install(p) for p in pathlib.Path("build/other-torch").glob("lib/python*/site-packages/torch/lib")]'; \
+	    build/other-torch/bin/python -m benchmarks.sharded_step --out results/sharded_step/torch-$$torch $(if $(QUICK),--quick); \
+	done
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
 frameworks: $(VENV)/.with-test,frameworks $(VENV)/apart

@@ -9,27 +9,21 @@ one over the network, with all GPUs of a node in a chain and the nodes in a bina
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil, log2
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.conditions import write_rows
+from benchmarks.step_times.harness import Row, crossed
 
+OUT = Path("results/collective_cost/collective_cost.csv")
 GPUS_IN_A_NODE = 8
 RANKS = (8, 64, 512, 1_000, 4_096, 16_384, 100_000)
-STEP_SECONDS = 1.0  # of a whole training step, for the share
 
 
-@dataclass(frozen=True)
-class Latencies:
+class Latencies(NamedTuple):
     """In microseconds."""
 
     start: float
@@ -56,88 +50,28 @@ def ways(ranks: int, latencies: Latencies) -> dict[str, float]:
     The lagged schedule's first all-reduce has a whole forward and backward pass to arrive. What waits for it, the
     second one, cannot be sent earlier.
     """
-    one = all_reduce_us(ranks, latencies)
     across = all_reduce_us(max(1, ranks // GPUS_IN_A_NODE), latencies, gpus_in_a_node=1)
     within = all_reduce_us(min(ranks, GPUS_IN_A_NODE), latencies)
-    return {
-        "FSDP, exact": one,
-        "FSDP, lagged": 0.0,
-        "TP + FSDP, exact": across + within,
-        "TP + FSDP, lagged": within,
-        "DDP; sum known": 0.0,
-    }
+    found = {"FSDP, exact": all_reduce_us(ranks, latencies), "TP + FSDP, exact": across + within}
+    return {**found, "TP + FSDP, lagged": within, "FSDP, lagged; DDP; sum known": 0.0}
 
 
-def predictions() -> list[dict[str, Any]]:
+def predictions() -> list[Row]:
     return [
-        {
-            "fabric": fabric,
-            "ranks": ranks,
-            "way": way,
-            "waits_us": microseconds,
-            "share_of_a_step": microseconds * 1e-6 / STEP_SECONDS,
-            "step_s": STEP_SECONDS,
-            "gpus_in_a_node": GPUS_IN_A_NODE,
-            "start_us": latencies.start,
-            "nvlink_us": latencies.nvlink,
-            "network_us": latencies.network,
-        }
+        {"fabric": fabric, "ranks": ranks, "way": way, "waits_us": waits, **latencies._asdict()}
         for fabric, latencies in FABRICS.items()
         for ranks in RANKS
-        for way, microseconds in ways(ranks, latencies).items()
+        for way, waits in ways(ranks, latencies).items()
     ]
 
 
-def table(rows: Sequence[dict[str, Any]], fabric: str) -> Table:
-    names = list(dict.fromkeys(row["way"] for row in rows))
-    result = Table(title=f"{fabric}: microseconds that a step waits", title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("ranks", justify="right")
-    for name in names:
-        result.add_column(name, justify="right")
-    for ranks in RANKS:
-        own = {row["way"]: row["waits_us"] for row in rows if (row["fabric"], row["ranks"]) == (fabric, ranks)}
-        result.add_row(f"{ranks:,}", *(f"{own[name]:.0f}" for name in names))
-    return result
-
-
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axis = figure.subplots()
-    colours = {"FSDP, exact": "#0072B2", "TP + FSDP, exact": "#E69F00", "TP + FSDP, lagged": "#56B4E9"}
-    styles = dict(zip(FABRICS, ("-", "--"), strict=True))
-    for fabric, style in styles.items():
-        for way, colour in colours.items():
-            own = [row for row in rows if (row["fabric"], row["way"]) == (fabric, way)]
-            ranks, waits = [row["ranks"] for row in own], [row["waits_us"] for row in own]
-            axis.plot(ranks, waits, style, color=colour, marker="o", markersize=3, label=f"{way} ({fabric})")
-    axis.axhline(0, color="#009E73", label="FSDP, lagged; DDP; sum known")
-    axis.set_xscale("log")
-    axis.set_xlabel("ranks")
-    axis.set_ylabel("a step waits, microseconds")
-    axis.set_title("The schedule's all-reduce by a latency model: nothing here was measured", fontsize=10, loc="left")
-    axis.grid(color="#dddddd", linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=160)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.collective_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    out = Path("results/collective_cost")
-    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    console = Console()
+def main() -> None:
     rows = predictions()
-    for fabric in FABRICS:
-        console.print(table(rows, fabric))
-    csv_path = options.out / "collective_cost.csv"
-    write_rows(csv_path, rows)
-    plot(rows, csv_path.with_suffix(".png"))
-    console.print(f"Wrote {csv_path} and {csv_path.with_suffix('.png')}", soft_wrap=True)
+    write_rows(OUT, rows)
+    title = "Microseconds that a step waits, modelled"
+    by = (lambda row: f"{row['fabric']}, {row['ranks']:,} ranks", lambda row: row["way"])
+    Console(width=120).print(crossed(rows, title, *by, lambda row: f"{row['waits_us']:.0f}"))
+    print(f"Wrote {OUT}")
 
 
 if __name__ == "__main__":

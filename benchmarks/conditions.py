@@ -67,6 +67,10 @@ class OtherLoad:
         self._busy = _busy_seconds()
         self._own = self._own_seconds()
 
+    def count_as_own(self, seconds: float) -> None:
+        """Takes off what processes used that are gone, and were none of the others."""
+        self._own -= seconds
+
     def cores(self) -> float | None:
         """Returns the mean number of cores that others kept busy since then, including time stolen from a virtual
         machine; None where the system does not tell. Ticks of 10 ms make it coarse over less than a second."""

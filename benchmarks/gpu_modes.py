@@ -1,18 +1,21 @@
-"""The modes of FusedAdamS on a GPU: whether each agrees with plain PyTorch, and how near the memory's peak it comes."""
+"""The modes of FusedAdamS on a GPU: whether each agrees with plain PyTorch, and what its kernels are compiled to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import gpu
-from benchmarks.step_times.harness import Quartiles, interleaved_times
+from benchmarks.step_times.harness import Step
 from swd_fused import FusedAdamS
+from swd_fused.backends.triton.kernels import kernels
+from swd_fused.backends.triton.launch import Dtypes, Variant, launcher_for, resident_programs
 
 # Tails, several segments, nothing at all; and matrices that are large enough for 8-bit moments.
 SHAPES = [(700,), (40, 30), (3,), (0,), (9, 512), (11, 402)]
@@ -25,8 +28,6 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 FEW_CODES = 1e-3
 
 BF16 = torch.bfloat16
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,7 @@ MODES = (
     Mode("8-bit moments", {"state_dtype": "8bit"}, bytes_per_element=20.06),
     Mode("8-bit moments, lagged", {"state_dtype": "8bit", "schedule": "lagged"}, bytes_per_element=16.06),
     Mode("8-bit moments, bfloat16", {"state_dtype": "8bit", "stochastic_rounding": True}, BF16, 12.06),
+    Mode("averages of weights", {"ema_decay": 0.9}, bytes_per_element=40.0),
     Mode("skip_nonfinite", {"skip_nonfinite": True}, overflows=True),
     Mode("graph capture", captured=True),
     Mode("graph capture, lagged", {"schedule": "lagged"}, bytes_per_element=28.0, captured=True),
@@ -70,11 +72,9 @@ class Training:
     def __init__(self, mode: Mode, device: str, backend: str) -> None:
         self._mode, self._device = mode, device
         random = torch.Generator("cpu").manual_seed(1)
-        dtypes = mode.dtype, mode.other_dtype or mode.dtype
-        values = [
-            torch.randn(shape, generator=random, device="cpu").to(dtypes[i % 2]) for i, shape in enumerate(SHAPES)
-        ]
-        self._params = [torch.nn.Parameter(value.to(device)) for value in values]
+        values = [torch.randn(shape, generator=random, device="cpu") for shape in SHAPES]
+        dtypes = cycle((mode.dtype, mode.other_dtype or mode.dtype))
+        self._params = [torch.nn.Parameter(value.to(next(dtypes)).to(device)) for value in values]
         self.optimizer = FusedAdamS(self._params, lr=LR, backend=backend, **mode.options)
         self._step: Step = self.optimizer.step
 
@@ -127,31 +127,6 @@ def difference(mode: Mode, device: str = "cuda", backend: str = "triton") -> flo
     return worst
 
 
-def measured(steps: Mapping[Mode, Step], elements: int, repeats: int) -> list[dict[str, object]]:
-    """Returns the time of each mode's step of one matrix, and the share of the memory's peak rate. They take turns."""
-    times = interleaved_times(list(steps.values()), repeats, on_round=lambda: None, timer=gpu.timed)
-    peak = gpu.peak_here()
-    rows: list[dict[str, object]] = []
-    for mode, seconds in zip(steps, times, strict=True):
-        quartiles = Quartiles.of(seconds)
-        speed = mode.bytes_per_element * elements / quartiles.median / 1e9 if quartiles.median else None
-        rows.append(
-            {
-                "mode": mode.name,
-                "elements": elements,
-                "repeats": repeats,
-                "median_s": quartiles.median,
-                "q1_s": quartiles.q1,
-                "q3_s": quartiles.q3,
-                "bytes_per_element": mode.bytes_per_element,
-                "gb_per_s": speed,
-                "peak_gb_per_s": peak,
-                "share_of_peak": speed / peak if speed and peak else None,
-            }
-        )
-    return rows
-
-
 def step_of(mode: Mode, elements: int) -> Step:
     """Returns a step of one matrix, and takes one, which compiles the kernels."""
     shape = 64, elements // 64  # vectors would have to be larger for 8-bit moments
@@ -161,3 +136,53 @@ def step_of(mode: Mode, elements: int) -> Step:
     step()
     torch.cuda.synchronize()
     return step
+
+
+# --- Their kernels
+
+# Of steps that need several launches: two dtypes or devices, gradients that are released.
+SEVERAL_LAUNCHES = ("stored_sums_kernel", "gradient_sums_kernel", "update_kernel", "last_exp_avg_sq_sum_kernel")
+
+
+def compiled_kernels() -> Iterator[dict[str, object]]:
+    """Compiles the kernels of all modes for the current device, and launches none. The seconds are those until a
+    kernel is compiled, or found in Triton's cache, and loaded."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    for name, mode in kernels_of_modes():
+        dtypes, variant = built_for(mode)
+        start = perf_counter()
+        binary = launcher_for(getattr(kernels, name), device, dtypes, variant, sum_grads=True).compiled()
+        yield {
+            "kernel": name,
+            "mode": mode.name,
+            "registers": binary.n_regs,
+            "spills": binary.n_spills,
+            "programs per multiprocessor": resident_programs(binary, device) // multiprocessors,
+            "cooperative": "yes" if binary.metadata.launch_cooperative_grid else "no",
+            "s to compile": f"{perf_counter() - start:.1f}",
+        }
+
+
+def kernels_of_modes() -> list[tuple[str, Mode]]:
+    """Returns the kernels by name, each with the first mode that needs it compiled so."""
+    first: dict[Any, tuple[str, Mode]] = {}
+    for mode in MODES:
+        step = "lagged_step_kernel" if mode.options.get("schedule") == "lagged" else "exact_step_kernel"
+        for name in (step, *(SEVERAL_LAUNCHES if mode.other_dtype else ())):
+            first.setdefault((name, built_for(mode)), (name, mode))
+    return list(first.values())
+
+
+def built_for(mode: Mode) -> tuple[Dtypes, Variant]:
+    """Returns what the kernels of a mode are compiled for. Masters of bfloat16 are remainders of 16 bits."""
+    has_masters = bool(mode.options.get("master_weights"))
+    weight = torch.int16 if has_masters else mode.dtype
+    variant = Variant(
+        amsgrad=bool(mode.options.get("amsgrad")),
+        master=has_masters,
+        stochastic=bool(mode.options.get("stochastic_rounding")),
+        coded=mode.options.get("state_dtype") == "8bit",
+        averages="ema_decay" in mode.options,
+    )
+    return Dtypes(mode.dtype, mode.dtype, *[torch.float32] * 3, weight), variant

@@ -15,28 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks import gpu_modes, gpu_sections
+from benchmarks import gpu, gpu_modes, gpu_sections
 from benchmarks.conditions import write_rows
-from benchmarks.gpu_sections import Result, escaped, markdown_table, traceback_block
+from benchmarks.gpu_sections import Result, escaped, markdown_table
 from benchmarks.step_times.pictures import plot_step_time
-from benchmarks.step_times.suites import SUITES, Suite, gpt2_shapes
+from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
 from benchmarks.watched_process import Outcome, watched
 
 MOST_REPEATS = 31
 MEASURED_SUITES = ("one-64M", "gpt2-124m", "one-1M", "1000x500")
 COUNTED_SHAPES = tuple(gpt2_shapes(layers=12, width=64, vocabulary=1000, context=64))
-# Likenesses of the suites, to run everything and to time nothing: an emulated GPU takes minutes for them.
-QUICK_SUITES = {
-    "one-64M": Suite(((64, 256),), repeats=2),
-    "gpt2-124m": Suite(tuple(gpt2_shapes(layers=3, width=16, vocabulary=512, context=16)), repeats=2),
-    "one-1M": Suite(((1000,),), repeats=2),
-    "1000x500": Suite(((5,),) * 200, repeats=2),
-}
-QUICK_COUNTED_SHAPES = QUICK_SUITES["gpt2-124m"].shapes
 # Seconds of a section unless --limit says otherwise. A mode takes some ten; the others compile or measure for minutes.
 MODE_LIMIT, LIMIT = 90.0, 300.0
 ISSUE = "https://github.com/swd-fused/swd_fused/issues/new?template=gpu_report.yml"
@@ -52,13 +40,13 @@ class Section:
 
 
 def sections(is_quick: bool) -> list[Section]:
-    suites = QUICK_SUITES if is_quick else {name: SUITES[name] for name in MEASURED_SUITES}
+    suites = {name: (QUICK_SUITES if is_quick else SUITES)[name] for name in MEASURED_SUITES}
     elements, repeats = (5120, 2) if is_quick else (64 * 2**20, MOST_REPEATS)
-    counted = QUICK_COUNTED_SHAPES if is_quick else COUNTED_SHAPES
+    counted = QUICK_SUITES["gpt2-124m"].shapes if is_quick else COUNTED_SHAPES
 
     def timed(name: str, suite: Suite) -> Section:
-        times = min(suite.repeats, MOST_REPEATS)
-        return Section(f"Step times: {name}", partial(gpu_sections.step_times_section, name, suite, times))
+        suite = Suite(suite.shapes, min(suite.repeats, MOST_REPEATS))
+        return Section(f"Step times: {name}", partial(gpu_sections.step_times_section, name, suite))
 
     def checked(mode: gpu_modes.Mode) -> Section:
         return Section(f"Mode: {mode.name}", partial(gpu_sections.mode_section, mode.name), MODE_LIMIT)
@@ -71,9 +59,6 @@ def sections(is_quick: bool) -> list[Section]:
         Section("Share of the memory's peak rate", partial(gpu_sections.peak_section, elements, repeats)),
         *(timed(name, suite) for name, suite in suites.items()),
     ]
-
-
-# --- The report
 
 
 def report_of(outcomes: Mapping[str, Outcome], is_quick: bool, missing: Sequence[str] = ()) -> str:
@@ -109,66 +94,46 @@ def problem_of(outcome: Outcome) -> str | None:
 
 
 def written(out: Path, outcomes: Mapping[str, Outcome], is_quick: bool, missing: Sequence[str] = ()) -> list[Path]:
-    """Writes the report, and beside it what was measured and a picture of that. Returns the paths."""
+    """Writes the report, and beside it what was measured. Returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    results = [outcome.value for outcome in outcomes.values() if outcome.value]
-    paths = [out / "gpu_report.md"]
-    step_rows = [row for result in results for row in result.step_rows]
-    mode_rows = [row for result in results for row in result.mode_rows]
-    for name, rows in (("step_time.csv", step_rows), ("modes.csv", mode_rows)):
-        if rows:
-            write_rows(out / name, rows)
-            paths.append(out / name)
-    if step_rows and not missing:
-        try:
-            paths.append(plot_step_time(out / "step_time.csv"))
-        except Exception as error:  # the numbers are there all the same
-            outcomes = {**outcomes, "Picture": Outcome(Result(traceback_block(error), "was not drawn"), None, "", 0.0)}
-    new = paths[0].with_suffix(".new")
+    rows: dict[Path, list[gpu_sections.Row]] = {}
+    for outcome in outcomes.values():
+        for name, own in (outcome.value.rows if outcome.value else {}).items():
+            rows.setdefault(out / name, []).extend(own)
+    for path, found in rows.items():
+        write_rows(path, found)
+    report = out / "gpu_report.md"
+    new = report.with_suffix(".new")
     new.write_text(report_of(outcomes, is_quick, missing))
-    new.replace(paths[0])
-    return paths
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report", description=__doc__)
-    result.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
-    result.add_argument(
-        "--limit", type=float, metavar="SECONDS", help=f"of each section; default: {MODE_LIMIT:g} or {LIMIT:g}"
-    )
-    result.add_argument(
-        "--out", type=Path, default=Path("results/gpu_report"), metavar="DIR", help="default: %(default)s"
-    )
-    return result
+    new.replace(report)
+    return [report, *rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the process's exit code: 1 if the report has problems."""
-    command = parser()
-    options = command.parse_args(arguments)
-    if not torch.cuda.is_available():
-        command.error(
-            f"torch {torch.__version__} finds no CUDA or ROCm GPU here, and the report is about one. Install a torch "
-            "for your GPU, or try tests/virtual_gpu/run python -m benchmarks.gpu_report --quick."
-        )
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
+    limits = f"{MODE_LIMIT:g} or {LIMIT:g}"
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of each section; default: {limits}")
+    out = Path("results/gpu_report")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    if missing := gpu.missing():
+        parser.error(f"{missing} Or try tests/virtual_gpu/run python -m benchmarks.gpu_report --quick")
     outcomes: dict[str, Outcome] = {}
     plan = sections(options.quick)
-    with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache:
         # A cache of its own, or seconds to compile would be those of a look into the user's.
         environment = {} if options.quick else {"TRITON_CACHE_DIR": cache}
-        task = progress.add_task("report", total=len(plan))
-        for section in plan:
-            progress.update(task, description=section.title)
+        for place, section in enumerate(plan):
+            print(f"{place + 1} of {len(plan)}, {section.title}: ", end="", flush=True)
             outcome = watched(section.run, options.limit or section.limit, environment)
             outcomes[section.title] = outcome
-            text = f"{section.title}: {escaped(outcome_text(outcome))}, {outcome.seconds:.0f} s"
-            progress.console.print(text.replace("**", ""), markup=False, soft_wrap=True)
-            progress.advance(task)
-            paths = written(options.out, outcomes, options.quick, [s.title for s in plan[len(outcomes) :]])
-    console.print(f"Wrote {', '.join(map(str, paths))}", soft_wrap=True)
-    console.print(f"Please attach them to {ISSUE}", soft_wrap=True)
+            print(f"{escaped(outcome_text(outcome)).replace('**', '')}, {outcome.seconds:.0f} s", flush=True)
+            paths = written(options.out, outcomes, options.quick, [s.title for s in plan[place + 1 :]])
+    if (times := options.out / "step_time.csv") in paths:
+        paths.append(plot_step_time(times))
+    print(f"Wrote {', '.join(map(str, paths))}\nPlease attach them to {ISSUE}")
     return int(any(problem_of(outcome) is not None for outcome in outcomes.values()))
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from benchmarks import gpu, gpu_kernels, gpu_launches, gpu_modes, step_time
-from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, taking_part
-from benchmarks.step_times.harness import Quartiles, interleaved_times, measure, milliseconds
+from benchmarks import gpu, gpu_modes, step_time
+from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, speeds, taking_part
+from benchmarks.step_times.harness import Case, Row, measure, milliseconds
 from benchmarks.step_times.suites import Suite
 from swd_fused.__main__ import devices, version_of, versions
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 PEERS = ("apex", "bitsandbytes", "flashoptim", "torchao")
@@ -29,13 +28,12 @@ WALL_CLOCK_REPEATS = 7
 
 @dataclass
 class Result:
-    """Holds what a section has found. `problem` is what went wrong, None if nothing did."""
+    """Holds what a section has found. `problem` is what went wrong, None if nothing did. `rows` are for CSV files."""
 
     text: str
     problem: str | None = None
     outcome: str = "ok"
-    step_rows: list[Row] = field(default_factory=list)
-    mode_rows: list[Row] = field(default_factory=list)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
 
 
 def environment_section() -> Iterator[Result]:
@@ -62,20 +60,14 @@ def commit() -> str:
 
 def kernels_section() -> Iterator[Result]:
     """Yields after each kernel, so that one whose compiler crashes is the first one that is missing."""
-    rows: list[list[str]] = []
-    for kernel in gpu_kernels.compiled_kernels():
-        numbers = kernel.registers, kernel.spills, kernel.programs, "yes" if kernel.is_cooperative else "no"
-        rows.append([kernel.kernel, kernel.mode, *map(str, numbers), f"{kernel.seconds:.1f}"])
-        yield Result(kernels_text(rows))
-
-
-def kernels_text(rows: Sequence[Sequence[str]]) -> str:
-    headings = ["kernel", "mode", "registers", "spills", "programs per multiprocessor", "cooperative", "s to compile"]
-    expected = len(gpu_kernels.kernels_of_modes())
-    return (
-        f"{len(rows)} of {expected} kernels as the modes have them compiled; none is launched here. Registers and "
-        "spills are those of a thread, as the driver states them.\n\n" + markdown_table(headings, rows)
-    )
+    rows: list[Row] = []
+    for row in gpu_modes.compiled_kernels():
+        rows.append(row)
+        text = (
+            f"{len(rows)} of {len(gpu_modes.kernels_of_modes())} kernels as the modes have them compiled; none is "
+            "launched here. Registers and spills are those of a thread, as the driver states them.\n\n"
+        )
+        yield Result(text + markdown_table(list(row), [[str(cell) for cell in row.values()] for row in rows]))
 
 
 def mode_section(name: str, device: str = "cuda", backend: str = "triton") -> Iterator[Result]:
@@ -86,23 +78,19 @@ def mode_section(name: str, device: str = "cuda", backend: str = "triton") -> It
     yield Result("", None if far <= 1 else f"differs: {outcome}", f"agrees, {outcome}")
 
 
-def step_times_section(name: str, suite: Suite, repeats: int) -> Iterator[Result]:
-    among = [c for c in (*GPU_CONTENDERS, *gpu_peers()) if c.backend not in ("torch", "loop")]
+def step_times_section(name: str, suite: Suite) -> Iterator[Result]:
+    among = [c for c in (*GPU_CONTENDERS.values(), *gpu_peers()) if c.backend not in ("torch", "loop")]
     contenders, errors = usable(taking_part(among, suite.shapes))
-    rows = measure(step_time.case_of(name, suite, contenders, repeats, "cuda"))
-    # What follows might hang, so that the times until here are kept first.
-    result = Result("\n\n".join([step_times_text(rows, {}), *left_out(errors)]), raising(errors), step_rows=rows)
-    yield result
-    result.text = "\n\n".join([step_times_text(rows, wall_clock(suite, contenders)), *left_out(errors)])
-    yield result
+    case = step_time.case_of(name, suite, contenders, "cuda")
+    rows, on_the_wall = measure(case), []
 
+    def result() -> Result:
+        text = "\n\n".join([step_times_text(rows, on_the_wall), *left_out(errors)])
+        return Result(text, raising(errors), rows={"step_time.csv": rows})
 
-def wall_clock(suite: Suite, contenders: Sequence[Contender]) -> dict[str, float]:
-    """Returns the median seconds of a step by the wall clock, by contender. They take turns here, too."""
-    params = parameters(suite.shapes, device="cuda")
-    steps = [contender.build(params) for contender in contenders]
-    times = interleaved_times(steps, min(suite.repeats, WALL_CLOCK_REPEATS), lambda: None, gpu.wall_timed)
-    return {c.name: Quartiles.of(seconds).median for c, seconds in zip(contenders, times, strict=True)}
+    yield result()  # the wall clock might hang, so the device's times are kept first
+    on_the_wall = measure(replace(case, timer=gpu.wall_timed, repeats=min(suite.repeats, WALL_CLOCK_REPEATS)))
+    yield result()
 
 
 def usable(contenders: Sequence[Contender]) -> tuple[list[Contender], dict[str, Exception]]:
@@ -119,72 +107,72 @@ def take_steps(contender: Contender) -> None:
     torch.cuda.synchronize()
 
 
-def step_times_text(rows: Sequence[Row], on_the_wall: dict[str, float]) -> str:
-    first = rows[0]
+def step_times_text(rows: Sequence[Row], on_the_wall: Sequence[Row]) -> str:
+    first, wall = rows[0], {row["contender"]: milliseconds(row["median_s"]) for row in on_the_wall}
+    others = first["other_load"]
+    load = "" if others is None else f"Other processes used {others:.1f} cores of the CPU meanwhile."
+    return (
+        f"{first['elements']:,} elements in {first['tensors']:,} tensors of {first['dtype']}, {first['repeats']} "
+        "repeats. All take turns; the ratio of medians is to AdamW fused, with torch's functions for clipping and "
+        "averages where these are asked for. The device's time is without the host's work. By the wall clock it is a "
+        f"step of {gpu.STEPS_IN_A_ROW} in a row: the host's work or the device's, whichever takes longer. {load}\n\n"
+        + times_table(rows, {"wall clock ms": lambda row: wall.get(row["contender"], "")})
+    )
+
+
+def peak_section(elements: int, repeats: int) -> Iterator[Result]:
+    modes = {mode.name: mode for mode in gpu_modes.MODES if mode.is_measured}
+    steps = {name: attempted(partial(gpu_modes.step_of, mode, elements)) for name, mode in modes.items()}
+    errors = {name: step for name, step in steps.items() if isinstance(step, Exception)}
+    if not steps.keys() - errors.keys():
+        raise next(iter(errors.values()))
+    peak = gpu.peak_here()
+    case = Case(
+        "modes",
+        {"elements": elements},
+        {name: (lambda _, step=step: step) for name, step in steps.items() if name not in errors},
+        repeats,
+        timer=gpu.timed,
+        more=speeds({name: mode.bytes_per_element for name, mode in modes.items()}, elements, peak),
+        device=torch.cuda.get_device_name(),
+    )
+    rows = measure(case)
+    known = "not known for this device" if peak is None else f"{peak:,.0f} GB/s"
+    text = (
+        f"One matrix of {elements:,} elements, {repeats} repeats, which take turns. Peak: {known}. The ratio is to the "
+        "first row. Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator.\n\n"
+    )
+    table = times_table(rows, {"bytes": lambda row: f"{row['bytes_per_element']:g}"})
+    yield Result("\n\n".join([text + table, *left_out(errors)]), raising(errors), rows={"modes.csv": rows})
+
+
+def times_table(rows: Sequence[Row], more: Mapping[str, Callable[[Row], str]]) -> str:
     cells = [
         [
             row["contender"],
             milliseconds(row["median_s"]),
             f"{milliseconds(row['q1_s'])} - {milliseconds(row['q3_s'])}",
-            milliseconds(on_the_wall[row["contender"]]) if row["contender"] in on_the_wall else "",
+            *(text(row) for text in more.values()),
             f"{row['ratio']:.2f}",
             "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
-            share_text(row["share_of_peak"]),
+            "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
         ]
         for row in rows
     ]
-    others = first["other_load"]
-    load = "" if others is None else f"Other processes used {others:.1f} cores of the CPU meanwhile."
-    headings = ["optimizer", "device's median ms", "quartiles ms", "wall clock ms", "ratio", "GB/s", "of peak"]
-    return (
-        f"{first['elements']:,} elements in {first['tensors']:,} tensors of {first['dtype']}, {first['repeats']} "
-        "repeats. All take turns; the ratio of medians is to AdamW fused, with clipping to AdamW fused + "
-        f"clip_grad_norm_. The device's time is without the host's work. By the wall clock it is a step of "
-        f"{gpu.STEPS_IN_A_ROW} in a row: the host's work or the device's, whichever takes longer. {load}\n\n"
-        + markdown_table(headings, cells)
-    )
-
-
-def peak_section(elements: int, repeats: int) -> Iterator[Result]:
-    steps = {m: attempted(partial(gpu_modes.step_of, m, elements)) for m in gpu_modes.MODES if m.is_measured}
-    errors = {mode.name: step for mode, step in steps.items() if isinstance(step, Exception)}
-    working = {mode: step for mode, step in steps.items() if not isinstance(step, Exception)}
-    if not working:
-        raise next(iter(errors.values()))
-    rows = gpu_modes.measured(working, elements, repeats)
-    yield Result("\n\n".join([peak_text(rows), *left_out(errors)]), raising(errors), mode_rows=rows)
-
-
-def peak_text(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    peak = first["peak_gb_per_s"]
-    known = "not known for this device" if peak is None else f"{peak:,.0f} GB/s"
-    cells = [
-        [
-            row["mode"],
-            f"{row['bytes_per_element']:g}",
-            milliseconds(row["median_s"]),
-            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
-            share_text(row["share_of_peak"]),
-        ]
-        for row in rows
-    ]
-    return (
-        f"One matrix of {first['elements']:,} elements, {first['repeats']} repeats, which take turns. Peak: {known}. "
-        "Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator.\n\n"
-        + markdown_table(["mode", "bytes", "median ms", "GB/s", "of peak"], cells)
-    )
+    headings = ["", "device's median ms", "quartiles ms", *more, "ratio", "GB/s", "of peak"]
+    return markdown_table(headings, cells)
 
 
 def launches_section(shapes: Sequence[tuple[int, ...]]) -> Iterator[Result]:
-    chosen = [c for c in GPU_CONTENDERS if c.name.startswith(COUNTED) and "clip_grad" not in c.name]
     rows, errors = [], {}
-    for contender in chosen:
-        counts = attempted(lambda c=contender: gpu_launches.counted(c.build(parameters(shapes, device="cuda"))))
+    for name, contender in GPU_CONTENDERS.items():
+        if not name.startswith(COUNTED) or contender.clips_before or "outliers" in name:
+            continue
+        counts = attempted(lambda c=contender: gpu.counted(c.build(parameters(shapes, device="cuda"))))
         if isinstance(counts, Exception):
-            errors[contender.name] = counts
+            errors[name] = counts
         else:
-            rows.append([contender.name, *launches_cells(counts)])
+            rows.append([name, *launches_cells(counts)])
     text = (
         f"A steady step of {len(shapes)} tensors, by torch.profiler; waits are those that it or torch's debug mode "
         "saw, whichever are more. One kernel of ours does the step, a few of torch's count clipped steps. Where it "
@@ -222,10 +210,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def share_text(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
 
 
 def traceback_block(error: BaseException) -> str:

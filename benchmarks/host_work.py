@@ -8,7 +8,7 @@ Times are the thread's, so that other processes do not add to them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -17,22 +17,18 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.conditions import positive
-from benchmarks.step_times.contenders import MAX_GRAD_NORM, PEER, Build, Step, adamw, fused_adams, parameters
-from benchmarks.step_times.harness import Case, Row, carry_out, command, grouped, timed, times_table
+from benchmarks.step_times import contenders
+from benchmarks.step_times.contenders import GPU_CONTENDERS, PEER, parameters
+from benchmarks.step_times.harness import Case, carry_out, command, timed
+from benchmarks.step_times.suites import Suite
 
-ELEMENTS = 16  # of each tensor. Nothing is done with them
+TENSORS, ELEMENTS = 1000, 16  # nothing is done with them
+REPEATS = 401
 PROGRAMS = 1056  # 8 for each multiprocessor of an H100
-
-CONTENDERS: dict[str, Build] = {
-    PEER: adamw,
-    "FusedAdamS exact (triton)": fused_adams(backend="triton"),
-    "FusedAdamS lagged (triton)": fused_adams(schedule="lagged", backend="triton"),
-    "FusedAdamS exact + clip (triton)": fused_adams(max_grad_norm=MAX_GRAD_NORM, backend="triton"),
-}
+OURS = ("exact", "lagged", "exact + clip")
+COMPARED = [GPU_CONTENDERS[PEER], *(GPU_CONTENDERS[f"FusedAdamS {name} (triton)"] for name in OURS)]
 
 
 @contextmanager
@@ -59,9 +55,7 @@ def without_launches() -> Iterator[None]:
 
 def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
     """Returns what puts the same gradients at other addresses. A contender's next turn comes before they are back."""
-    places = [
-        [torch.clone(param.grad) for param in params if param.grad is not None] for _ in range(2 * len(CONTENDERS))
-    ]
+    places = [[torch.clone(param.grad) for param in params if param.grad is not None] for _ in range(2 * len(COMPARED))]
     rounds = cycle(places)
 
     def move() -> None:
@@ -71,42 +65,31 @@ def gradient_mover(params: Sequence[Tensor]) -> Callable[[], None]:
     return move
 
 
-def case_of(tensors: int, repeats: int, new_gradients: bool) -> Case:
-    params = parameters([(ELEMENTS,)] * tensors)
-
-    def build() -> Mapping[str, Step]:
-        return {name: make(params) for name, make in CONTENDERS.items()}
-
-    gradients = "at new addresses" if new_gradients else "where they were"
-    return Case(
-        f"gradients {gradients}",
-        {"gradients": gradients, "tensors": tensors},
-        build,
-        repeats,
+def case_of(suite: Suite, gradients: str) -> Case:
+    params = parameters(suite.shapes)
+    return contenders.case_of(
+        "many-small",
+        suite,
+        COMPARED,
+        peers={},  # clipping is compared with AdamW's step alone: it would launch more
+        title=f"{len(params):,} tensors, gradients {gradients}",
+        work=lambda: params,
         timer=partial(timed, clock=thread_time),
-        before=gradient_mover(params) if new_gradients else lambda: None,
+        before=gradient_mover(params) if "new" in gradients else lambda: None,
+        more=lambda *_: {"gradients": gradients},
         device="none: launches left out",
     )
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    return [
-        times_table(own, f"Host work in a step of {own[0]['tensors']:,} tensors, gradients {own[0]['gradients']}")
-        for own in grouped(rows, "gradients")
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command("host_work", __doc__, repeats=401, threads=None)
-    parser.add_argument("--tensors", type=positive, default=1000, help="default: %(default)s")
+    parser = command("host_work", __doc__)
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error(
-            "TRITON_INTERPRET=1 interprets kernels instead of launching them, so there is nothing to leave out."
-        )
+        parser.error("TRITON_INTERPRET=1 interprets kernels instead of launching them, so nothing can be left out.")
+    options.threads = 1
+    suite = Suite(((ELEMENTS,),) * (5 if options.quick else TENSORS), REPEATS)
     with without_launches():
-        cases = [case_of(options.tensors, options.repeats, new_gradients) for new_gradients in (False, True)]
-        carry_out("host_work", cases, options.out, tables, threads=1)
+        carry_out(options, [case_of(suite, gradients) for gradients in ("where they were", "at new addresses")])
 
 
 if __name__ == "__main__":

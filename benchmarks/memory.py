@@ -1,111 +1,274 @@
 """Bytes for each parameter of a model: the parameter, its gradient and the optimizer's state, measured after a step.
 
-With --measure the memory of whole training steps, with its peak, for FusedAdamS and its peers; see training_memory.py.
+With --measure the memory of whole training steps on the CPU, beside peers, each setting in a process of its own. The
+peak is what is alive when the step begins, parameters and state, and by how much the process then grows: Linux counts
+its largest resident size (VmHWM), and starts anew when told to. So neither libraries nor compilers count, while
+activations and temporaries do. Measured after two steps that are not, since state is made in the first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
-from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
-from benchmarks.training_memory import MALLOC, MODELS, SETTINGS, Row, measured
-from swd_fused import FusedAdamS, __version__
+from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
+from benchmarks.drawing import PALETTE, measured_on, save, tidy
+from benchmarks.small_models import SmallGPT
+from benchmarks.step_times.harness import Row, table
+from swd_fused import FusedAdamS
+
+RESULTS = Path("results/memory")
+BF16, FP32 = torch.bfloat16, torch.float32
+ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
+MASTERS: dict[str, Any] = {"master_weights": True}
+HALF_MOMENT: dict[str, Any] = {"state_dtype": BF16}
+CODED: dict[str, Any] = {"state_dtype": "8bit"}
+
+# --- After a step
 
 NUMEL = 10**6
-
-CHOICES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-    ("float32", torch.float32, {}),
-    ("float32, first moment bfloat16", torch.float32, {"state_dtype": torch.bfloat16}),
-    ("float32, amsgrad", torch.float32, {"amsgrad": True}),
-    ("bfloat16", torch.bfloat16, {}),
-    ("bfloat16, stochastic rounding", torch.bfloat16, {"stochastic_rounding": True}),
-    ("bfloat16, master weights", torch.bfloat16, {"master_weights": True}),
-    (
-        "bfloat16, master weights, first moment bfloat16",
-        torch.bfloat16,
-        {"master_weights": True, "state_dtype": torch.bfloat16},
-    ),
-    (
-        "bfloat16, stochastic rounding, first moment bfloat16",
-        torch.bfloat16,
-        {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
-    ),
-    ("float32, 8bit", torch.float32, {"state_dtype": "8bit"}),
-    ("bfloat16, stochastic rounding, 8bit", torch.bfloat16, {"stochastic_rounding": True, "state_dtype": "8bit"}),
-    ("bfloat16, master weights, 8bit", torch.bfloat16, {"master_weights": True, "state_dtype": "8bit"}),
-]
+CHOICES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (FP32, {}),
+    "float32, first moment bfloat16": (FP32, HALF_MOMENT),
+    "float32, amsgrad": (FP32, {"amsgrad": True}),
+    "float32, average of weights": (FP32, {"ema_decay": 0.999}),
+    "bfloat16": (BF16, {}),
+    "bfloat16, stochastic rounding": (BF16, ROUNDED),
+    "bfloat16, master weights": (BF16, MASTERS),
+    "bfloat16, master weights, first moment bfloat16": (BF16, {**MASTERS, **HALF_MOMENT}),
+    "bfloat16, stochastic rounding, first moment bfloat16": (BF16, {**ROUNDED, **HALF_MOMENT}),
+    "float32, 8bit": (FP32, CODED),
+    "bfloat16, stochastic rounding, 8bit": (BF16, {**ROUNDED, **CODED}),
+    "bfloat16, master weights, 8bit": (BF16, {**MASTERS, **CODED}),
+}
 
 
 def bytes_per_parameter(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, float]:
-    param = torch.nn.Parameter(torch.randn(NUMEL).to(dtype))
+    param = nn.Parameter(torch.randn(NUMEL).to(dtype))
     param.grad = torch.randn(NUMEL).to(dtype)
     optimizer = FusedAdamS([param], **options)
     optimizer.step()
-    state = sum(tensor.untyped_storage().nbytes() for tensor in optimizer.state[param].values())
-    sizes = {"parameter": param.nbytes, "gradient": param.grad.nbytes, "state": state}
+    sizes = {"parameter": param.nbytes, "gradient": param.grad.nbytes, "state": state_bytes(optimizer)}
     rounded = {name: round(size / NUMEL, 2) for name, size in sizes.items()}
     return {**rounded, "all": round(sum(rounded.values()), 2)}
 
 
-def measure(model: str, threads: int, texts: Sequence[str], path: Path, console: Console) -> list[Row]:
-    """Measures the settings whose names contain one of the texts, or all. Says which could not be measured, and why.
+def state_bytes(optimizer: Optimizer) -> int:
+    """Counts each memory once: step counters are views of one tensor, and quantised tensors have several inside."""
+    seen: dict[int, int] = {}
 
-    Writes the rows after each, so that a run that is interrupted has not measured in vain.
-    """
-    chosen = [setting.name for setting in SETTINGS if not texts or any(text in setting.name for text in texts)]
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(model, total=len(chosen))
-        for name in chosen:
-            other_load = OtherLoad()
-            row = measured(name, model, threads)
-            if isinstance(row, str):
-                progress.console.print(f"Skipped {name}: {row}", soft_wrap=True, highlight=False)
-            else:
-                shared = {**conditions(other_load), "threads": threads, "malloc": " ".join(MALLOC)}
-                rows.append({"model": model, "setting": name, **row, **shared})
-                write_rows(path, rows)
-            progress.advance(task)
-    return rows
+    def add(values: Iterable[object]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+                add(getattr(value, name) for name in value.__tensor_flatten__()[0])
+            elif isinstance(value, Tensor):
+                seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            elif isinstance(value, dict):
+                add(value.values())
+
+    add(optimizer.state.values())
+    return sum(seen.values())
 
 
-def table(rows: Sequence[Row]) -> Table:
+# --- The peak of training steps
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+STEPS, WARM_UP_STEPS = 4, 2
+SIZES = ("parameters", "gradients", "state", "peak", "first_step_peak")
+# Freed memory goes back to the system at once, where malloc would keep what is below 32 MB and count as in use.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
+
+Build = Callable[[nn.Module], Optimizer]
+# How a model is made, and its batch.
+MODELS: dict[str, tuple[Callable[[], SmallGPT], int]] = {
+    "gpt-100m": (lambda: SmallGPT(vocabulary=16384, context=128, width=768, layers=12), 1),
+    "tiny": (lambda: SmallGPT(vocabulary=512, context=16, width=64, layers=2), 2),
+}
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), fused=True)
+
+
+def adams(**options: Any) -> Build:
+    return lambda model: FusedAdamS(model.parameters(), weight_decay=1e-5, **options)
+
+
+def released(**options: Any) -> Build:
+    def build(model: nn.Module) -> Optimizer:
+        optimizer = FusedAdamS(model.parameters(), weight_decay=1e-5, schedule="lagged", **options)
+        optimizer.release_gradients()
+        return optimizer
+
+    return build
+
+
+def peer_of(package: str, **options: Any) -> Build:
+    return lambda model: import_module(package).AdamW8bit(model.parameters(), **options)
+
+
+def flashoptim(model: nn.Module) -> Optimizer:
+    package = import_module("flashoptim")
+    optimizer: Optimizer = package.FlashAdamW(model.parameters())
+    package.enable_gradient_release(model, optimizer)
+    return optimizer
+
+
+SETTINGS: dict[str, Build] = {
+    "float32: AdamW fused": adamw,
+    "float32: FusedAdamS exact": adams(),
+    "float32: FusedAdamS lagged, gradients released": released(),
+    "float32: FusedAdamS exact, 8bit": adams(**CODED),
+    "float32: FusedAdamS lagged, 8bit, gradients released": released(**CODED),
+    "float32: torchao AdamW8bit": peer_of("torchao.optim"),
+    "float32: bitsandbytes AdamW8bit": peer_of("bitsandbytes.optim"),
+    "bfloat16: AdamW fused, all in bfloat16": adamw,
+    "bfloat16: FusedAdamS exact, master weights": adams(**MASTERS),
+    "bfloat16: FusedAdamS exact, stochastic rounding": adams(**ROUNDED),
+    "bfloat16: FusedAdamS lagged, stochastic rounding, gradients released": released(**ROUNDED),
+    "bfloat16: FusedAdamS exact, stochastic rounding, 8bit": adams(**ROUNDED, **CODED),
+    "bfloat16: FusedAdamS lagged, stochastic rounding, 8bit, gradients released": released(**ROUNDED, **CODED),
+    # FlashOptim's choice of precision, but for 24 bits of its masters: its own kernels need a GPU.
+    "bfloat16: FusedAdamS lagged, master weights, 8bit, gradients released": released(**MASTERS, **CODED),
+    "bfloat16: torchao AdamW8bit, stochastic rounding": peer_of("torchao.optim", bf16_stochastic_round=True),
+    "bfloat16: bitsandbytes AdamW8bit": peer_of("bitsandbytes.optim"),
+    "bfloat16: FlashAdamW, gradients released": flashoptim,
+}
+
+
+def measured_apart(setting: str, model: str, threads: int) -> Row | str:
+    """Measures in a fresh process. Returns why where that cannot be done."""
+    call = f"from benchmarks import memory; memory.print_measured({setting!r}, {model!r}, {threads})"
+    environment = {**os.environ, **MALLOC}
+    ran = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        return (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+    row: Row = json.loads(ran.stdout.splitlines()[-1])
+    return row
+
+
+def print_measured(setting: str, model: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    print(json.dumps(measured_here(setting, model)))
+
+
+def measured_here(setting: str, name: str) -> Row:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    build, batch_size = MODELS[name]
+    model = build().to(BF16 if setting.startswith("bfloat16") else FP32)
+    params = list(model.parameters())
+    alive = [0]  # bytes of gradients, after each of them in each backward pass
+
+    def count(_: Tensor) -> None:
+        alive.append(sum(param.grad.nbytes for param in params if param.grad is not None))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    optimizer = SETTINGS[setting](model)
+
+    def train(batch: Tensor) -> None:
+        model.loss(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batches = [model.batch(batch_size, generator) for _ in range(STEPS)]
+    growth = [growth_in(train, batch) for batch in batches]  # in the first step some optimizers compile
+    parameters, state = sum(param.nbytes for param in params), state_bytes(optimizer)
+    return {
+        "elements": sum(param.numel() for param in params),
+        "tokens": batches[0][:, 1:].numel(),
+        "parameters": parameters,
+        "gradients": max(alive[len(params) + 1 :]),  # not in the first step
+        "state": state,
+        "peak": parameters + state + max(growth[WARM_UP_STEPS:]),
+        "first_step_peak": parameters + growth[0],
+    }
+
+
+def growth_in(train: Callable[[Tensor], None], batch: Tensor) -> int:
+    """Returns by how many bytes the process has grown at most while it trained."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    CLEAR.write_text(RESET_PEAK)
+    before = resident("VmRSS")
+    train(batch)
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+# --- The picture
+
+
+def plot(path: Path, picture: Path | None = None) -> Path:
+    rows = read_rows(path)
+    figure = Figure(figsize=(10, 1.3 + 0.32 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    left = [0.0] * len(rows)
+    for name, colour in (("parameters", PALETTE["blue"]), ("state", PALETTE["sky"]), ("gradients", PALETTE["orange"])):
+        widths = [int(row[name]) / int(row["elements"]) for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, color=colour, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    peaks = [int(row["peak"]) / int(row["elements"]) for row in rows]
+    rest = [max(0.0, peak - width) for peak, width in zip(peaks, left, strict=True)]
+    axis.barh(range(len(rows)), rest, left=left, color="#cccccc", label="activations, temporaries")
+    for position, (peak, width) in enumerate(zip(peaks, left, strict=True)):
+        axis.text(max(peak, width) + 0.1, position, f"{peak:.1f}", va="center", fontsize=8)
+    tidy(axis, "x")
+    axis.set_yticks(range(len(rows)), [row["setting"] for row in rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     first = rows[0]
-    title = f"{first['model']}: bytes for each of {first['elements']:,} parameters"
-    caption = (
-        "gradients: the most that are alive at once; peak: with activations and temporaries; first step's: also with "
-        f"compilers\na step of {first['tokens']} tokens on the CPU, the worst of two after two that warm up, each "
-        f"setting in its own process, {first['threads']} threads, freed memory goes back to the system at once, torch "
-        f"{first['torch']}"
+    note = (
+        f"Bytes for each of {int(first['elements']):,} parameters at the peak of a training step, {first['model']}, "
+        f"{first['tokens']} tokens, on the CPU. Gradients: the most that are alive at once."
     )
-    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    result.add_column("setting")
-    for heading in ("parameters", "gradients", "state", "peak", "first step's"):
-        result.add_column(heading, justify="right")
-    for row in rows:
-        sizes = (row[key] for key in ("parameters", "gradients", "state", "peak", "first_step_peak"))
-        result.add_row(row["setting"], *(f"{size / row['elements']:.2f}" for size in sizes))
-    return result
+    return save(figure, picture or path.with_suffix(".png"), f"{note} {measured_on(rows)}")
 
 
-def draw_measured(path: Path, console: Console) -> None:
-    console.print(f"Wrote {path}", soft_wrap=True)
-    try:
-        from benchmarks.plot_training_memory import plot
-    except ImportError as error:
-        console.print(f"No picture: {error}. pip install matplotlib", soft_wrap=True)
-        return
-    console.print(f"Wrote {plot(path)}", soft_wrap=True)
+# --- Commands
+
+
+def measure_peaks(options: argparse.Namespace, console: Console) -> None:
+    """Writes the rows after each setting, so that a run that is interrupted has not measured in vain."""
+    console.print("Bytes for each parameter. Gradients: the most that are alive at once. Peaks: with temporaries.")
+    path, rows = options.out / "training_memory.csv", []
+    for name in SETTINGS:
+        if not any(text in name for text in options.setting or [""]):
+            continue
+        other_load = OtherLoad()
+        row = measured_apart(name, options.model, options.threads)
+        if isinstance(row, str):
+            console.print(f"Skipped {name}: {row}", soft_wrap=True, highlight=False)
+            continue
+        shared = {**conditions(other_load), "threads": options.threads, "malloc": " ".join(MALLOC)}
+        rows.append({"model": options.model, "setting": name, **row, **shared})
+        write_rows(path, rows)
+        sizes = (f"{size.replace('_', ' ')} {row[size] / row['elements']:.2f}" for size in SIZES)
+        console.print(f"{name}: {', '.join(sizes)}", soft_wrap=True, highlight=False)
+    if not rows:
+        raise SystemExit(f"No setting could be measured. There are: {'; '.join(SETTINGS)}")
+    console.print(f"Wrote {path} and {plot(path)}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,32 +277,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--measure", action="store_true", help="the peak of training steps, on Linux")
     parser.add_argument("--model", choices=list(MODELS), default="gpt-100m", help="for --measure; default: %(default)s")
-    parser.add_argument("--setting", action="append", default=[], metavar="TEXT", help="for --measure; repeatable")
+    parser.add_argument("--setting", action="append", metavar="TEXT", help="for --measure; repeatable; default: all")
     parser.add_argument("--threads", type=positive, default=2, help="for --measure; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("results/memory"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     console = Console()
     if options.measure:
-        path = options.out / "training_memory.csv"
-        rows = measure(options.model, options.threads, options.setting, path, console)
-        if not rows:
-            parser.exit(1, "No setting could be measured.\n")
-        console.print(table(rows))
-        draw_measured(path, console)
+        measure_peaks(options, console)
         return
-    result = Table(title=f"Bytes for each parameter, of {NUMEL:,}", title_justify="left", box=SIMPLE_HEAD)
-    result.add_column("choice")  # the only one that may be wrapped, so that no number is cut off
-    rows = []
-    for name, dtype, choice in CHOICES:
-        sizes = bytes_per_parameter(dtype, choice)
-        if not rows:
-            for heading in sizes:
-                result.add_column(heading, justify="right", no_wrap=True)
-        result.add_row(name, *(f"{size:g}" for size in sizes.values()))
-        rows.append({"choice": name, **sizes, "swd_fused": __version__, "torch": torch.__version__})
-    console.print(result)
+    rows = [{"choice": name, **bytes_per_parameter(*choice)} for name, choice in CHOICES.items()]
+    headings, cells = list(rows[0]), [[f"{value}" for value in row.values()] for row in rows]
+    console.print(table(f"Bytes for each parameter, of {NUMEL:,}", headings, cells))
     path = options.out / "memory.csv"
-    write_rows(path, rows)
+    write_rows(path, [{**row, "torch": torch.__version__} for row in rows])
     console.print(f"Wrote {path}", soft_wrap=True)
 
 

@@ -1,47 +1,66 @@
 """Time of an optimizer's step in mixed precision, on GPT-2 124M's shapes, and beside DeepSpeed's optimizer for the CPU.
 
 float32, without and with clipping, and with each kind of decay; bfloat16 parameters and gradients with masters; float16
-with a GradScaler. In each setting the contenders take turns. DeepSpeedCPUAdam takes part where it is installed and
-builds. It computes AdamW, as does FusedAdamS with decay="decoupled".
+with a GradScaler. DeepSpeedCPUAdam takes part where it is installed and builds. It computes AdamW, as does FusedAdamW.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
+from torch.optim import Optimizer
 
 from benchmarks.step_times.contenders import (
+    CLIPPED_PEER,
     MAX_GRAD_NORM,
     PEER,
-    SCHEDULED_WEIGHT_DECAY,
-    Build,
-    Step,
+    Contender,
+    Make,
+    Params,
     adamw,
     fused_adams,
+    fused_adamw,
     parameters,
-    with_clipping,
 )
-from benchmarks.step_times.harness import Case, Row, carry_out, command, grouped, times_table
-from benchmarks.step_times.suites import SUITES
-from swd_fused import FusedAdamS
+from benchmarks.step_times.harness import Case, Step, carry_out, command
+from benchmarks.step_times.suites import QUICK_SUITES, SUITES
 
 SCALE = 1024.0
-QUICK = "one-100k", 3  # suite and repeats
+REPEATS = 15
+SUITE = "gpt2-124m"
 DEEPSPEED = "DeepSpeedCPUAdam"
 
+Build = Callable[[Params], Step]
 
-def with_masters(build: Build) -> Build:
+
+def plain(make: Make) -> Build:
+    return lambda params: make(params).step
+
+
+def adams(**options: Any) -> Build:
+    return plain(fused_adams(**options))
+
+
+def fused(**options: Any) -> Build:
+    return plain(fused_adamw(**options))
+
+
+def clipped(make: Make) -> Build:
+    return Contender("", "", None, "", make, clips_before=True).build
+
+
+def with_masters(make: Make) -> Build:
     """Wraps an optimizer without masters of its own: gradients are widened before it, parameters narrowed after."""
 
-    def build_with_masters(params: Sequence[Tensor]) -> Step:
+    def build(params: Params) -> Step:
         masters = [torch.nn.Parameter(param.detach().float()) for param in params]
         for master in masters:
             master.grad = torch.empty_like(master)
         wide_grads = [master.grad for master in masters]
-        step = build(masters)
+        step = make(masters).step
 
         def copy_step_copy() -> None:
             torch._foreach_copy_(wide_grads, [param.grad for param in params])
@@ -51,128 +70,107 @@ def with_masters(build: Build) -> Build:
 
         return copy_step_copy
 
-    return build_with_masters
+    return build
 
 
-def scaled(optimizer: torch.optim.Optimizer) -> Step:
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
-    scaler.scale(torch.zeros(()))  # makes the scale
+def scaled(make: Make) -> Build:
+    def build(params: Params) -> Step:
+        optimizer: Optimizer = make(params)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
+        scaler.scale(torch.zeros(()))  # makes the scale
 
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
 
-    return step
+        return step
+
+    return build
 
 
-def deepspeed_cpu_adam() -> Build | str:
-    """Returns DeepSpeed's, or why it is not there. Building it takes more than a minute, once."""
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ADAMS, ADAMW, LAGGED = "FusedAdamS exact", "FusedAdamW", "FusedAdamS lagged"
+CORRECTED: dict[str, Any] = {"corrected_decay": True}
+CAUTIOUS: dict[str, Any] = {"cautious_decay": True}
+CLIPPED: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
+MASTERS: dict[str, Any] = {"master_weights": True}
+
+# The dtype of parameters and gradients by setting, and the contenders, torch's best first.
+SETTINGS: dict[str, tuple[torch.dtype, dict[str, Build]]] = {
+    "float32": (FP32, {PEER: plain(adamw), ADAMS: adams(), LAGGED: adams(schedule="lagged"), ADAMW: fused()}),
+    "kinds of decay, float32": (
+        FP32,
+        {
+            ADAMS: adams(),
+            f"{ADAMS}, corrected": adams(**CORRECTED),
+            f"{ADAMS}, cautious": adams(**CAUTIOUS),
+            ADAMW: fused(),
+            f"{ADAMW}, corrected (AdamC)": fused(**CORRECTED),
+            f"{ADAMW}, cautious": fused(**CAUTIOUS),
+            "FusedAdamS independent": adams(decay="independent"),
+        },
+    ),
+    "float32 with clipping": (
+        FP32,
+        {CLIPPED_PEER: clipped(adamw), ADAMS: adams(**CLIPPED), ADAMW: fused(**CLIPPED)},
+    ),
+    "bfloat16 with masters": (
+        BF16,
+        {
+            f"{PEER} on float32 copies": with_masters(adamw),
+            ADAMS: adams(**MASTERS),
+            LAGGED: adams(**MASTERS, schedule="lagged"),
+        },
+    ),
+    "float16 with GradScaler": (FP16, {PEER: scaled(adamw), ADAMS: scaled(fused_adams())}),
+}
+AMONG_KINDS = dict.fromkeys((f"{ADAMW}, corrected (AdamC)", f"{ADAMW}, cautious"), ADAMW)
+
+
+def deepspeed_contenders() -> Mapping[str, dict[str, Build]] | str:
+    """Returns DeepSpeed's by setting, or why there are none. Building it takes more than a minute, once."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(8))])
     except Exception as error:  # whatever goes wrong in a foreign build
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    return lambda params: DeepSpeedCPUAdam(list(params), adamw_mode=True).step
 
+    def make(params: Params) -> Optimizer:
+        optimizer: Optimizer = DeepSpeedCPUAdam(list(params), adamw_mode=True)
+        return optimizer
 
-# The dtype of parameters and gradients by setting, and the contenders, torch's best first.
-SETTINGS: dict[str, tuple[torch.dtype, dict[str, Build]]] = {
-    "float32": (
-        torch.float32,
-        {
-            PEER: adamw,
-            "FusedAdamS exact": fused_adams(),
-            "FusedAdamS lagged": fused_adams(schedule="lagged"),
-            "FusedAdamS decoupled": fused_adams(decay="decoupled"),
-        },
-    ),
-    "kinds of decay, float32": (
-        torch.float32,
-        {
-            "FusedAdamS exact": fused_adams(),
-            "the same, corrected": fused_adams(corrected_decay=True),
-            "the same, cautious": fused_adams(cautious_decay=True),
-            "FusedAdamS decoupled": fused_adams(decay="decoupled"),
-            "the same, corrected (AdamC)": fused_adams(decay="decoupled", corrected_decay=True),
-            "the same, cautious (AdamW)": fused_adams(decay="decoupled", cautious_decay=True),
-            "FusedAdamS independent": fused_adams(decay="independent"),
-        },
-    ),
-    "float32 with clipping": (
-        torch.float32,
-        {
-            f"{PEER} + clip_grad_norm_": with_clipping(adamw),
-            "FusedAdamS exact": fused_adams(max_grad_norm=MAX_GRAD_NORM),
-        },
-    ),
-    "bfloat16 with masters": (
-        torch.bfloat16,
-        {
-            f"{PEER} on float32 copies": with_masters(adamw),
-            "FusedAdamS exact": fused_adams(master_weights=True),
-            "FusedAdamS lagged": fused_adams(master_weights=True, schedule="lagged"),
-        },
-    ),
-    "float16 with GradScaler": (
-        torch.float16,
-        {
-            PEER: lambda params: scaled(torch.optim.AdamW(params, fused=True)),
-            "FusedAdamS exact": lambda params: scaled(FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY)),
-        },
-    ),
-}
-
-
-def with_deepspeed(setting: str, adam: Build) -> dict[str, Build]:
     return {
-        "float32": {DEEPSPEED: adam},
-        "float32 with clipping": {f"{DEEPSPEED} + clip_grad_norm_": with_clipping(adam)},
-        "bfloat16 with masters": {f"{DEEPSPEED} on float32 copies": with_masters(adam)},
-    }.get(setting, {})
+        "float32": {DEEPSPEED: plain(make)},
+        "float32 with clipping": {f"{DEEPSPEED} + clip_grad_norm_": clipped(make)},
+        "bfloat16 with masters": {f"{DEEPSPEED} on float32 copies": with_masters(make)},
+    }
 
 
-def converted(params: Sequence[Tensor], dtype: torch.dtype, scale: float) -> list[Tensor]:
-    result = [torch.nn.Parameter(param.detach().to(dtype)) for param in params]
-    for param, given in zip(result, params, strict=True):
-        assert given.grad is not None
-        param.grad = given.grad.mul_(scale).to(dtype)
-    return list(result)
-
-
-def case_of(setting: str, suite: str, repeats: int, deepspeed: Build | str) -> Case:
+def case_of(setting: str, is_quick: bool, more: Mapping[str, Build]) -> Case:
     dtype, builds = SETTINGS[setting]
-    if not isinstance(deepspeed, str):
-        builds = {**builds, **with_deepspeed(setting, deepspeed)}
+    suite = (QUICK_SUITES if is_quick else SUITES)[SUITE]
     scale = SCALE if "GradScaler" in setting else 1.0
 
-    def build() -> Mapping[str, Step]:
-        # Each has parameters of its own: masters follow those that others write to, which takes longer than a step.
-        return {name: make(converted(parameters(SUITES[suite].shapes), dtype, scale)) for name, make in builds.items()}
+    def converted() -> list[Tensor]:
+        params = []
+        for wide in parameters(suite.shapes):
+            assert wide.grad is not None
+            params.append(torch.nn.Parameter(wide.detach().to(dtype)))
+            params[-1].grad = wide.grad.mul_(scale).to(dtype)
+        return list(params)
 
-    return Case(setting, {"setting": setting, "suite": suite}, build, repeats)
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    return [
-        times_table(own, f"{own[0]['setting']}, {own[0]['suite']}", f"ratio: to {own[0]['peer']}")
-        for own in grouped(rows, "setting")
-    ]
+    # Each has parameters of its own: masters follow those that others write to, which takes longer than a step.
+    own = {name: (lambda _, build=build: build(converted())) for name, build in {**builds, **more}.items()}
+    columns = {"setting": setting, "suite": SUITE}
+    return Case(f"{setting}, {SUITE}", columns, own, REPEATS, peers=AMONG_KINDS if "kinds" in setting else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command("mixed_precision", __doc__, repeats=15)
-    parser.add_argument("--suite", choices=list(SUITES), default="gpt2-124m", help="default: %(default)s")
-    parser.add_argument("--setting", default="", metavar="TEXT", help="only settings whose names contain it")
-    parser.add_argument("--quick", action="store_true", help="small tensors and few repeats: does everything run?")
-    options = parser.parse_args(arguments)
-    chosen = [setting for setting in SETTINGS if options.setting in setting]
-    if not chosen:
-        parser.error(f"no setting's name contains {options.setting!r}: {'; '.join(SETTINGS)}")
-    suite, repeats = QUICK if options.quick else (options.suite, options.repeats)
-    deepspeed = deepspeed_cpu_adam()
-    cases = [case_of(setting, suite, repeats, deepspeed) for setting in chosen]
-    carry_out("mixed_precision", cases, options.out, tables, threads=options.threads)
+    options = command("mixed_precision", __doc__).parse_args(arguments)
+    deepspeed = deepspeed_contenders()
+    more = {} if isinstance(deepspeed, str) else deepspeed
+    carry_out(options, [case_of(setting, options.quick, more.get(setting, {})) for setting in SETTINGS])
     if isinstance(deepspeed, str):
         print(f"Without {DEEPSPEED} ({deepspeed}). To compare: pip install deepspeed")
 

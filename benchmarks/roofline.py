@@ -6,82 +6,56 @@ while the compiled kernels are executed, AdamW's are those of its operands. Peak
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.conditions import write_rows
+from benchmarks.step_times.harness import Row, crossed
 
-RESULTS = Path(__file__).parent / "results" / "roofline.csv"
-
+OUT = Path("results/roofline/roofline.csv")
+PARAMETERS = (124_000_000, 1_000_000_000)
 # Terabytes in a second.
 PEAKS = {"A100 40GB": 1.555, "A100 80GB SXM": 2.039, "H100 SXM": 3.35, "B200": 8.0, "MI300X": 5.3}
+BYTES = {
+    ("float32", "AdamW fused"): 28,
+    ("float32", "AdamW fused + clip_grad_norm_"): 40,
+    ("float32", "FusedAdamS exact, clipping or not"): 32,
+    ("float32", "FusedAdamS lagged"): 28,
+    ("bfloat16, float32 moments", "FusedAdamS exact, clipping or not"): 24,
+    ("bfloat16, float32 moments", "FusedAdamS lagged"): 22,
+    ("bfloat16, float32 moments and masters", "FusedAdamS exact, clipping or not"): 28,
+}
 
 
-class Step(NamedTuple):
-    dtypes: str
-    name: str
-    bytes: int  # for each parameter
-
-
-STEPS = (
-    Step("float32", "AdamW fused", 28),
-    Step("float32", "AdamW fused + clip_grad_norm_", 40),
-    Step("float32", "FusedAdamS exact, clipping or not", 32),
-    Step("float32", "FusedAdamS lagged", 28),
-    Step("bfloat16, float32 moments", "FusedAdamS exact, clipping or not", 24),
-    Step("bfloat16, float32 moments", "FusedAdamS lagged", 22),
-    Step("bfloat16, float32 moments and masters", "FusedAdamS exact, clipping or not", 30),
-)
-
-
-def milliseconds(parameters: float, bytes_each: int, terabytes_per_second: float) -> float:
-    return parameters * bytes_each / terabytes_per_second / 1e9
-
-
-def modelled(parameters: Sequence[float]) -> list[dict[str, Any]]:
+def modelled() -> list[Row]:
     return [
         {
             "device": device,
             "peak_tb_per_s": peak,
-            "parameters": int(count),
-            "dtypes": step.dtypes,
-            "step": step.name,
-            "bytes_per_parameter": step.bytes,
-            "modelled_ms": round(milliseconds(count, step.bytes, peak), 4),
+            "parameters": parameters,
+            "dtypes": dtypes,
+            "step": step,
+            "bytes_per_parameter": bytes_each,
+            "modelled_ms": round(parameters * bytes_each / peak / 1e9, 4),
         }
-        for count in parameters
-        for step in STEPS
+        for parameters in PARAMETERS
+        for (dtypes, step), bytes_each in BYTES.items()
         for device, peak in PEAKS.items()
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def main() -> None:
+    rows = modelled()
+    write_rows(OUT, rows)
     title = "Modelled, not measured: milliseconds at the memory's peak rate"
-    result = Table("parameters", "dtypes", "step", "bytes each", *PEAKS, box=SIMPLE_HEAD, title=title)
-    for first in range(0, len(rows), len(PEAKS)):
-        row = rows[first]
-        times = [f"{row['modelled_ms']:.2f}" for row in rows[first : first + len(PEAKS)]]
-        size = f"{row['parameters'] / 1e6:,.0f}M"
-        result.add_row(size, row["dtypes"], row["step"], str(row["bytes_per_parameter"]), *times)
-    return result
 
+    def step(row: Row) -> str:
+        size = f"{row['parameters'] / 1e6:,.0f}M, {row['dtypes']}"
+        return f"{size}, {row['step']}: {row['bytes_per_parameter']} bytes"
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument(
-        "--parameters", type=float, nargs="+", default=[124e6, 1e9], help="sizes of models (default: 124e6 1e9)"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="CSV to write")
-    options = parser.parse_args(arguments)
-    rows = modelled(options.parameters)
-    write_rows(options.out, rows)
-    Console(width=160).print(table(rows))
+    Console(width=160).print(crossed(rows, title, step, lambda row: row["device"], lambda r: f"{r['modelled_ms']:.2f}"))
+    print(f"Wrote {OUT}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ Launches of the Triton backend are left out, as in benchmarks.host_work.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,16 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks.conditions import positive
 from benchmarks.host_work import without_launches
 from swd_fused import FusedAdamS
 
 PACKAGE = str(Path(sys.modules["swd_fused"].__file__ or "").parent)
 STEPS_BEFORE = 3
-
-
-def plain(values: Tensor) -> Tensor:
-    return values
+SHARDED = "FSDP2, lagged"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "lagged": {"schedule": "lagged"},
+    "clipping": {"max_grad_norm": 1.0},
+    "torch backend": {"backend": "torch"},
+    "triton backend": {"backend": "triton"},
+    SHARDED: {"schedule": "lagged"},
+}
 
 
 @cache
@@ -51,59 +52,37 @@ def sharded(values: Tensor) -> Tensor:
     return DTensor.from_local(values, two_ranks(), [Shard(0)])
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    made: Callable[[Tensor], Tensor] = plain
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-CASES = (
-    Case("exact"),
-    Case("lagged", {"schedule": "lagged"}),
-    Case("clipping", {"max_grad_norm": 1.0}),
-    Case("torch backend", {"backend": "torch"}),
-    Case("triton backend", {"backend": "triton"}, context=without_launches),
-    Case("FSDP2, lagged", {"schedule": "lagged"}, sharded),
-)
-
-
-def calls_of(case: Case, tensors: int) -> tuple[Counter[str], int]:
-    """Returns the package's Python calls of one step by file, and how often control went from one file to another."""
+def files_of_calls(options: dict[str, Any], made: Callable[[Tensor], Tensor]) -> list[str]:
+    """Returns the file of each Python call of the package in one step, in their order."""
     files: list[str] = []
 
     def trace(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            files.append(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+            files.append(frame.f_code.co_filename)
 
-    with case.context():
-        params = [nn.Parameter(case.made(torch.ones(10))) for _ in range(tensors)]
-        optimizer = FusedAdamS(params, **case.options)
-        scheduler = CosineAnnealingLR(optimizer, 1000)
-        for step in range(STEPS_BEFORE + 1):
-            for param in params:
-                param.grad = case.made(torch.ones(10))
-            sys.setprofile(trace if step == STEPS_BEFORE else None)
-            try:
-                optimizer.step()
-            finally:
-                sys.setprofile(None)
-            scheduler.step()
-    return Counter(files), sum(before != after for before, after in pairwise(files))
+    param = nn.Parameter(made(torch.ones(10)))
+    optimizer = FusedAdamS([param], **options)
+    scheduler = CosineAnnealingLR(optimizer, 1000)
+    for step in range(STEPS_BEFORE + 1):
+        param.grad = made(torch.ones(10))
+        sys.setprofile(trace if step == STEPS_BEFORE else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        scheduler.step()
+    return files
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_calls", description=__doc__)
-    parser.add_argument(
-        "--tensors", type=positive, default=1, help="of the model, 10 elements each; default: %(default)s"
-    )
-    args = parser.parse_args()
-    for case in CASES:
-        if "triton" in case.name and os.environ.get("TRITON_INTERPRET") == "1":
+    for name, options in OPTIONS.items():
+        on_triton = options.get("backend") == "triton"
+        if on_triton and os.environ.get("TRITON_INTERPRET") == "1":
             continue  # interpreted kernels would be counted too
-        calls, switches = calls_of(case, args.tensors)
-        print(f"{case.name}: {calls.total()} calls in {len(calls)} files, {switches} switches between files")
+        with without_launches() if on_triton else nullcontext():
+            files = files_of_calls(options, sharded if name == SHARDED else lambda values: values)
+        switches = sum(before != after for before, after in pairwise(files))
+        print(f"{name}: {len(files)} calls in {len(set(files))} files, {switches} switches between files")
 
 
 if __name__ == "__main__":

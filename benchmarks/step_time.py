@@ -5,62 +5,36 @@ Within a suite all contenders take turns. On a GPU times are the device's, with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from benchmarks import gpu
-from benchmarks.conditions import positive
-from benchmarks.step_times.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, selected, taking_part
-from benchmarks.step_times.harness import (
-    Case,
-    Quartiles,
-    Row,
-    Step,
-    carry_out,
-    command,
-    grouped,
-    timed,
-    times_table,
-)
+from benchmarks.step_times import contenders
+from benchmarks.step_times.contenders import CONTENDERS, GPU_CONTENDERS, Contender, parameters, speeds, taking_part
+from benchmarks.step_times.harness import Case, Row, Times, carry_out, command, timed
 from benchmarks.step_times.pictures import plot_step_time
-from benchmarks.step_times.suites import SUITES, Suite
-
-CAPTION = "ratio: to AdamW fused, or with clipping to AdamW fused + clip_grad_norm_"
+from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite
 
 
-def case_of(name: str, suite: Suite, contenders: Sequence[Contender], repeats: int, device: str = "cpu") -> Case:
-    by_name = {contender.name: contender for contender in contenders}
+def case_of(name: str, suite: Suite, among: Sequence[Contender], device: str = "cpu") -> Case:
     on_gpu = device != "cpu"
-    peak = gpu.peak_here() if on_gpu else None
+    among = taking_part(among, suite.shapes)
+    rates = speeds({c.name: c.bytes_per_element for c in among}, suite.elements, gpu.peak_here() if on_gpu else None)
+    backends = {c.name: c.backend for c in among}
 
-    def build() -> dict[str, Step]:
-        params = parameters(suite.shapes, device=device)
-        return {contender.name: contender.build(params) for contender in contenders}
+    def more(contender: str, times: Times) -> Row:
+        return {"dtype": "float32", "backend": backends[contender], **rates(contender, times)}
 
-    def speeds(contender: str, times: Mapping[str, list[float]]) -> Row:
-        bytes_each = by_name[contender].bytes_per_element
-        seconds = Quartiles.of(times[contender]).median
-        speed = None if bytes_each is None else bytes_each * suite.elements / seconds / 1e9
-        return {
-            "backend": by_name[contender].backend,
-            "bytes_per_element": bytes_each,
-            "gb_per_s": speed,
-            "peak_gb_per_s": peak,
-            "share_of_peak": None if speed is None or peak is None else speed / peak,
-        }
-
-    columns = {"suite": name, "elements": suite.elements, "tensors": len(suite.shapes), "dtype": "float32"}
-    return Case(
+    return contenders.case_of(
         name,
-        columns,
-        build,
-        repeats,
-        peers={contender.name: contender.peer for contender in contenders},
+        suite,
+        among,
+        work=partial(parameters, suite.shapes, device=device),
         timer=gpu.timed if on_gpu else timed,
-        more=speeds,
+        more=more,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
 
@@ -68,37 +42,17 @@ def case_of(name: str, suite: Suite, contenders: Sequence[Contender], repeats: i
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("step_time", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='default: cpu; "cuda" is ROCm too')
-    parser.add_argument("--suite", action="append", choices=list(SUITES), help="repeatable; default: all")
-    parser.add_argument(
-        "--contender", action="append", metavar="TEXT", help="with TEXT in its name, and its peer; repeatable"
-    )
-    parser.add_argument("--repeats", type=positive, help="default: by suite, about 5 minutes for all on two slow cores")
     options = parser.parse_args(arguments)
     on_gpu = options.device != "cpu"
     if on_gpu and (missing := gpu.missing()):
         parser.error(f"--device {options.device}: {missing}")
-    try:
-        contenders = selected(options.contender, GPU_CONTENDERS if on_gpu else CONTENDERS)
-    except ValueError as error:
-        parser.error(str(error))
-    cases = [
-        case_of(name, suite, taking_part(contenders, suite.shapes), options.repeats or suite.repeats, options.device)
-        for name, suite in SUITES.items()
-        if name in (options.suite or SUITES)
-    ]
-    out = Path("results/step_time_cuda") if on_gpu and options.out == parser.get_default("out") else options.out
-
-    def tables(rows: Sequence[Row]) -> list[Table]:
-        more = {"GB/s": "gb_per_s"} | ({"of peak": "share_of_peak"} if on_gpu else {})
-        return [times_table(own, title(own[0]), CAPTION, more) for own in grouped(rows, "suite")]
-
-    carry_out("step_time", cases, out, tables, plot_step_time, options.threads)
-
-
-def title(row: Row) -> str:
-    elements = f"{row['elements']:,} elements in {row['tensors']:,} tensors"
-    peak = "" if row["peak_gb_per_s"] is None else f", peak {row['peak_gb_per_s']:,.0f} GB/s"
-    return f"{row['suite']}: {elements}, {row['repeats']} repeats{peak}"
+    if on_gpu and options.out == parser.get_default("out"):
+        options.out = Path("results/step_time_cuda")
+    among = list((GPU_CONTENDERS if on_gpu else CONTENDERS).values())
+    suites = QUICK_SUITES if options.quick else SUITES
+    cases = [case_of(name, suite, among, options.device) for name, suite in suites.items()]
+    show = {"GB/s": "gb_per_s"} | ({"of peak": "share_of_peak"} if on_gpu else {})
+    carry_out(options, cases, plot=plot_step_time, show=show)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.step_times.contenders import CLIPPED_PEER, CONTENDERS, PEER, parameters
-from benchmarks.step_times.harness import interleaved_times
+from benchmarks.step_times.harness import Times, interleaved_times
 from benchmarks.step_times.suites import SUITES
 
 # Enough for a median, and no more than some seconds of each contender.
@@ -50,11 +50,11 @@ CLOCK = ReplayingClock()
 
 
 @lru_cache(maxsize=1)
-def times_of(suite: str) -> dict[str, list[float]]:
+def times_of(suite: str) -> Times:
     """Returns the seconds of each contender, of both kinds in the same rounds."""
     params = parameters(SUITES[suite].shapes)
-    steps = {c.name: c.build(params) for c in CONTENDERS if any(c.name in names for names in KINDS.values())}
-    return dict(zip(steps, interleaved_times(list(steps.values()), ROUNDS[suite], budget=SECONDS), strict=True))
+    steps = {name: CONTENDERS[name].build(params) for names in KINDS.values() for name in names}
+    return interleaved_times(steps, ROUNDS[suite], budget=SECONDS)
 
 
 @pytest.mark.benchmark(timer=CLOCK.time)

@@ -6,29 +6,26 @@ backward take as long for all: their difference would be smaller than their nois
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks.conditions import positive
 from benchmarks.small_models import SmallGPT, SmallResNet
-from benchmarks.step_times.contenders import MAX_GRAD_NORM, PEER
-from benchmarks.step_times.harness import Case, Row, Step, carry_out, command, grouped, table
-from swd_fused import FusedAdamS
+from benchmarks.step_times.contenders import AVERAGED_PEER, CLIPPED_PEER, CONTENDERS, PEER, Contender
+from benchmarks.step_times.harness import Case, Row, Step, Times, carry_out, command, crossed, milliseconds
 
 STEPS_IN_A_ROW = 5  # of which the first, which finds the caches as another contender left them, is not counted
-CLIPPED_PEER = "clip_grad_norm_ + AdamW fused"
+REPEATS = 41
+BUDGET = 60.0  # seconds of one model's rounds
+QUICK = ("MLP", "CNN")
 
 Loss = Callable[[], Tensor]
-Build = Callable[[Iterable[Tensor]], Optimizer]
-Make = Callable[[], tuple[nn.Module, Loss]]
+Model = Callable[[], tuple[nn.Module, Loss]]
 
 
 def squared(model: nn.Module, batch: Callable[[], Tensor]) -> tuple[nn.Module, Loss]:
@@ -66,95 +63,92 @@ def large_gpt() -> tuple[nn.Module, Loss]:
 
 
 MODELS = {"MLP": mlp, "CNN": cnn, "ResNet": resnet, "GPT": gpt, "large GPT": large_gpt}
-
-# By name: how the optimizer is made. Those whose name begins with "clip_grad_norm_" clip before the step.
-CONTENDERS: dict[str, Build] = {
-    PEER: lambda params: AdamW(params, fused=True),
-    "exact": FusedAdamS,
-    "lagged": lambda params: FusedAdamS(params, schedule="lagged"),
-    CLIPPED_PEER: lambda params: AdamW(params, fused=True),
-    "exact with clipping": lambda params: FusedAdamS(params, max_grad_norm=MAX_GRAD_NORM),
-}
-PEERS = {"exact with clipping": CLIPPED_PEER, CLIPPED_PEER: CLIPPED_PEER}
+OURS = ("exact", "lagged", "exact + clip", "exact + clip + outliers")
+NAMES = (
+    PEER,
+    CLIPPED_PEER,
+    AVERAGED_PEER,
+    "FusedAdamW + clip + average (cpu)",
+    *(f"FusedAdamS {own} (cpu)" for own in OURS),
+)
 
 
 class Loop:
-    """A model in training. How long forward and backward took goes into `forward_backward`."""
+    """A model in training. A turn is several steps, and its seconds are those of all but the first.
 
-    def __init__(self, contender: str, make: Make, forward_backward: list[float]) -> None:
-        torch.manual_seed(0)
-        self._model, self._loss = make()
-        self._clips_before = contender.startswith("clip_grad_norm_")
-        self._optimizer = CONTENDERS[contender](list(self._model.parameters()))
-        self._scheduler = CosineAnnealingLR(self._optimizer, 10**6)
-        self.forward_backward = forward_backward
+    How long forward and backward took goes into `forward_backward`.
+    """
 
-    def __call__(self) -> float:
-        """Takes a training step and returns how long the optimizer took."""
+    def __init__(self, contender: Contender, made: tuple[nn.Module, Loss], forward_backward: list[float]) -> None:
+        model, self._loss = made
+        params = list(model.parameters())
+        self._optimizer = contender.make(params)
+        self._scheduler = CosineAnnealingLR(self._optimizer, 10**6)  # which wraps the optimizer's step
+        self._step = contender.step_of(self._optimizer, params)
+        self._forward_backward = forward_backward
+
+    def turn(self) -> list[float]:
+        passes, steps = zip(*(self._train() for _ in range(STEPS_IN_A_ROW)), strict=True)
+        self._forward_backward += passes[1:]
+        return list(steps[1:])
+
+    def _train(self) -> tuple[float, float]:
         self._optimizer.zero_grad()
         start = perf_counter()
         self._loss().backward()
         before = perf_counter()
-        if self._clips_before:
-            nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
-        self._optimizer.step()
+        self._step()
         end = perf_counter()
         self._scheduler.step()
-        self.forward_backward.append(before - start)
-        return end - before
+        return before - start, end - before
 
 
-def counted_steps(step: Step) -> list[float]:
-    loop = cast(Loop, step)
-    loop()
-    loop.forward_backward.pop()
-    return [loop() for _ in range(STEPS_IN_A_ROW - 1)]
-
-
-def case_of(name: str, repeats: int, budget: float, threads: int) -> Case:
+def case_of(name: str) -> Case:
     forward_backward: list[float] = []
+    among = [CONTENDERS[each] for each in NAMES if each in CONTENDERS]
+    peers = {contender.name: contender.peer for contender in among}
 
-    def build() -> Mapping[str, Step]:
-        torch.set_num_threads(threads)
-        return {contender: Loop(contender, MODELS[name], forward_backward) for contender in CONTENDERS}
+    def loop(contender: Contender) -> Callable[[None], Step]:
+        def build(_: None) -> Step:
+            torch.manual_seed(0)
+            return Loop(contender, MODELS[name](), forward_backward).turn
 
-    def whole_step(contender: str, times: Mapping[str, list[float]]) -> Row:
+        return build
+
+    def whole_step(contender: str, times: Times) -> Row:
         rest = median(forward_backward[-sum(map(len, times.values())) :])  # without those that warmed up
-        own, peer = median(times[contender]), median(times[PEERS.get(contender, PEER)])
+        own, peer = median(times[contender]), median(times[peers[contender]])
         return {"forward_backward_s": rest, "whole_ratio": (rest + own) / (rest + peer)}
 
     parameters = sum(param.numel() for param in MODELS[name]()[0].parameters())
-    title, columns = f"{name}, {threads} threads", {"model": name, "parameters": parameters}
-    return Case(title, columns, build, repeats, PEERS, budget, timer=counted_steps, more=whole_step)
+    columns = {"model": name, "parameters": parameters}
+    builds = {contender.name: loop(contender) for contender in among}
+    return Case(
+        f"{name}, {parameters:,}",
+        columns,
+        builds,
+        REPEATS,
+        peers=peers,
+        budget=BUDGET,
+        timer=lambda turn: turn(),
+        more=whole_step,
+    )
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    named = ("exact", "lagged", "exact with clipping")
-    cells = []
-    for own in grouped(rows, "model", "threads"):
-        first, by_name = own[0], {row["contender"]: row for row in own}
-        whole = first["forward_backward_s"] + first["median_s"]
-        times = f"{1e3 * first['median_s']:.3g} of {1e3 * whole:.3g} ms"
-        figures = [f"{by_name[n]['ratio']:.2f}, {100 * (by_name[n]['whole_ratio'] - 1):+.2f}%" for n in named]
-        cells.append([f"{first['model']}, {first['parameters']:,}", str(first["threads"]), times, *figures])
-    title = "Time of a step in training loops relative to its peer, alone and with forward and backward"
-    return [table(title, ["model", "threads", PEER, *named], cells)]
+def cell(row: Row) -> str:
+    if row["contender"] == row["peer"]:
+        return f"{milliseconds(row['median_s'])} of\n{milliseconds(row['median_s'] + row['forward_backward_s'])} ms"
+    return f"{row['ratio']:.2f}\n({row['whole_ratio'] - 1:+.1%})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command("training_loops", __doc__, repeats=41, threads=None)
-    parser.add_argument("--model", choices=list(MODELS), action="append", help="default: all")
-    parser.add_argument("--threads", type=positive, action="append", help="default: 1 and 2")
-    parser.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="for one model's rounds; default: %(default)s"
+    options = command("training_loops", __doc__).parse_args(arguments)
+    title = "Time of a step relative to its peer, and what that adds to the whole training step"
+    carry_out(
+        options,
+        [case_of(name) for name in (QUICK if options.quick else MODELS)],
+        lambda rows: crossed(rows, title, lambda row: row["model"], lambda row: row["contender"], cell),
     )
-    options = parser.parse_args(arguments)
-    cases = [
-        case_of(model, options.repeats, options.budget, threads)
-        for threads in options.threads or (1, 2)
-        for model in options.model or MODELS
-    ]
-    carry_out("training_loops", cases, options.out, tables)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,16 +38,14 @@ def watched(run: Callable[[], Iterator[Any]], limit: float, environment: Mapping
     """
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        yielded, output = Path(folder) / "yielded", Path(folder) / "output"
-        command = [sys.executable, "-m", "benchmarks.watched_process", str(limit), str(yielded)]
-        path = os.pathsep.join(filter(None, sys.path))
+        yielded, output = Path(folder, "yielded"), Path(folder, "output")
         with output.open("wb") as sink:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "benchmarks.watched_process", str(limit), str(yielded)],
                 stdin=subprocess.PIPE,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
                 start_new_session=True,  # so that compilers which it has started can be ended with it
             )
         try:
@@ -56,8 +53,8 @@ def watched(run: Callable[[], Iterator[Any]], limit: float, environment: Mapping
         finally:
             _kill_group(process.pid)
         value = pickle.loads(yielded.read_bytes()) if yielded.exists() else None
-        printed = output.read_text(errors="replace")
-    return Outcome(value, problem, shortened(printed.strip()), perf_counter() - start)
+        printed = output.read_text(errors="replace").strip()
+    return Outcome(value, problem, printed[-PRINTED_CHARACTERS:], perf_counter() - start)
 
 
 def _problem(process: subprocess.Popen[bytes], pickled: bytes, limit: float) -> str | None:
@@ -89,28 +86,17 @@ def _kill_group(process_id: int) -> None:
         return
 
 
-def shortened(text: str) -> str:
-    if len(text) <= PRINTED_CHARACTERS:
-        return text
-    return f"[{len(text) - PRINTED_CHARACTERS:,} characters before are left out]\n{text[-PRINTED_CHARACTERS:]}"
-
-
-def _keep(value: object, path: Path) -> None:
-    """Replaces the value that was kept before, at once: a process may end at any time."""
-    new = path.with_suffix(".new")
-    new.write_bytes(pickle.dumps(value))
-    new.replace(path)
-
-
 def main() -> None:
     """Runs the function that comes pickled on standard input. Nothing but the standard library is imported before the
     limit is set, so a hang while torch is imported shows its stacks, too."""
     limit, path = float(sys.argv[1]), Path(sys.argv[2])
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit, exit=True)
-    run: partial[Iterator[Any]] = pickle.load(sys.stdin.buffer)
+    run: Callable[[], Iterator[Any]] = pickle.load(sys.stdin.buffer)
     for value in run():
-        _keep(value, path)
+        new = path.with_suffix(".new")
+        new.write_bytes(pickle.dumps(value))
+        new.replace(path)  # at once: the process may end at any time
     # What a driver does when a process ends can hang as well, and then the values are there already.
     sys.stdout.flush()
     sys.stderr.flush()

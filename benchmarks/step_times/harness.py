@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
-from typing import Any, TypeVar
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks.conditions import OtherLoad, conditions, positive, warn_of_other_load, write_rows
@@ -29,24 +29,24 @@ T = TypeVar("T")
 Row = dict[str, Any]
 Step = Callable[[], object]
 Seconds = float | Sequence[float]  # a turn may be several steps
+Times = Mapping[str, list[float]]  # by contender
 
 WARM_UP_ROUNDS = 2
 LEAST_ROUNDS = 5  # however little time there is for them
+QUICK_ROUNDS = 3
 WIDTH = 130  # of tables where the output is no terminal, which has 80 columns then
-REDRAW_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class Quartiles:
+class Quartiles(NamedTuple):
     q1: float
     median: float
     q3: float
 
-    @staticmethod
-    def of(values: Sequence[float]) -> Quartiles:
-        ordered = sorted(values)
-        middle = (len(ordered) + 1) // 2
-        return Quartiles(median(ordered[:middle]), median(ordered), median(ordered[-middle:]))
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    ordered = sorted(values)
+    middle = (len(ordered) + 1) // 2
+    return Quartiles(median(ordered[:middle]), median(ordered), median(ordered[-middle:]))
 
 
 def interleaved_order(items: Sequence[T], repetition: int) -> list[T]:
@@ -66,28 +66,26 @@ def timed(run: Step, clock: Callable[[], float] = perf_counter) -> float:
 
 
 def interleaved_times(
-    steps: Sequence[Step],
+    steps: Mapping[str, Step],
     repeats: float,
-    on_round: Callable[[], object] = lambda: None,
     timer: Callable[[Step], Seconds] = timed,
     before: Callable[[], object] = lambda: None,
     budget: float = inf,
-) -> list[list[float]]:
+) -> Times:
     """Returns the seconds that each step took in `repeats` rounds after those that warm up.
 
     There are fewer rounds, but `LEAST_ROUNDS`, if more would take longer than `budget` seconds. `before` is called
     before each turn and does not count.
     """
-    times: list[list[float]] = [[] for _ in steps]
+    times: dict[str, list[float]] = {name: [] for name in steps}
     start, repetition = perf_counter(), -WARM_UP_ROUNDS
     while repetition < repeats and (repetition < LEAST_ROUNDS or perf_counter() - start < budget):
-        for index in interleaved_order(range(len(steps)), repetition):
+        for name in interleaved_order(list(steps), repetition):
             before()
-            seconds = timer(steps[index])
+            seconds = timer(steps[name])
             if repetition >= 0:
-                times[index] += [seconds] if isinstance(seconds, float) else seconds
+                times[name] += [seconds] if isinstance(seconds, float) else seconds
         repetition += 1
-        on_round()
     return times
 
 
@@ -98,152 +96,157 @@ def interleaved_times(
 class Case:
     """Contenders that step the same work. `columns` tell the case from the others in the CSV.
 
-    `build` makes the steps by contender, `peers` names what each one's time is divided by, the first contender unless
-    said otherwise. `more` adds columns from a contender's name and the seconds of all. `beside` yields the ids of
-    processes that run beside the steps. `times` replaces the harness's own rounds, for steps of several processes.
+    `contenders` make their steps of what `work` returns. `peers` names what each one's time is divided by, the first
+    contender unless said otherwise. `more` adds columns from a contender's name and the seconds of all. `beside`
+    yields the ids of processes that run beside the steps. `times` replaces the rounds, for steps of several processes.
     """
 
     title: str
     columns: Row
-    build: Callable[[], Mapping[str, Step]]
+    contenders: Mapping[str, Callable[[Any], Step]]
     repeats: float
+    work: Callable[[], Any] = lambda: None
     peers: Mapping[str, str] = field(default_factory=dict)
     budget: float = inf
     timer: Callable[[Step], Seconds] = timed
     before: Callable[[], object] = lambda: None
-    more: Callable[[str, Mapping[str, list[float]]], Row] = lambda name, times: {}
+    more: Callable[[str, Times], Row] = lambda name, times: {}
     beside: Callable[[], AbstractContextManager[Sequence[int]]] = lambda: nullcontext(())
-    times: Callable[[Callable[[], object]], Mapping[str, list[float]]] | None = None
+    times: Callable[[Case, OtherLoad], Times] | None = None
     device: str = "cpu"
 
-    def peer(self, contender: str, contenders: Sequence[str]) -> str:
-        return self.peers.get(contender, contenders[0])
+    def peer(self, contender: str) -> str:
+        return self.peers.get(contender, next(iter(self.contenders)))
+
+    def only(self, texts: Sequence[str]) -> Case:
+        """Keeps contenders whose names contain one of the texts, and the peers that their ratios need."""
+        chosen = {name for name in self.contenders if any(text.lower() in name.lower() for text in texts)}
+        chosen |= {self.peer(name) for name in chosen}
+        return replace(self, contenders={name: make for name, make in self.contenders.items() if name in chosen})
 
 
-def measure(case: Case, on_round: Callable[[], object] = lambda: None) -> list[Row]:
+def measure(case: Case) -> list[Row]:
     """Returns a row for each contender."""
-    steps = {} if case.times else case.build()
+    work = case.work()
+    steps = {} if case.times else {name: make(work) for name, make in case.contenders.items()}
     with case.beside() as ours:
         other_load = OtherLoad(ours)
         if case.times:
-            times = dict(case.times(on_round))
+            times = case.times(case, other_load)
         else:
-            found = interleaved_times(
-                list(steps.values()), case.repeats, on_round, case.timer, case.before, case.budget
-            )
-            times = dict(zip(steps, found, strict=True))
+            times = interleaved_times(steps, case.repeats, case.timer, case.before, case.budget)
         shared = conditions(other_load, case.device)
-    quartiles = {name: Quartiles.of(seconds) for name, seconds in times.items()}
+    found = {name: quartiles(seconds) for name, seconds in times.items()}
     rows = []
-    for name, own in quartiles.items():
-        peer = case.peer(name, list(times))
+    for name, own in found.items():
+        peer = case.peer(name)
         row = {**case.columns, "contender": name, "repeats": len(times[name])}
         row |= {"median_s": own.median, "q1_s": own.q1, "q3_s": own.q3}
-        row |= {"peer": peer, "ratio": own.median / quartiles[peer].median}
-        rows.append({**row, **shared, **case.more(name, times)})
+        row |= {"peer": peer, "ratio": own.median / found[peer].median}
+        rows.append({**row, **case.more(name, times), **shared})
     return rows
 
 
 # --- Commands
 
 
-def command(name: str, description: str | None, repeats: int | None = None, threads: int | None = 2) -> Any:
-    """Returns a parser with the options that commands share: --repeats, --threads and --out."""
+def command(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the options that all commands have."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    if repeats is not None:
-        parser.add_argument("--repeats", type=positive, default=repeats, help="rounds; default: %(default)s")
-    if threads is not None:
-        parser.add_argument("--threads", type=positive, default=threads, help="default: %(default)s")
+    parser.set_defaults(name=name)
+    named: dict[str, Any] = {"action": "append", "metavar": "TEXT"}
+    parser.add_argument("--case", **named, help="only cases with TEXT in their titles; repeatable")
+    parser.add_argument("--contender", **named, help="only those with TEXT in their names, and their peers; repeatable")
+    parser.add_argument("--repeats", type=positive, help="rounds of each case")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for the rounds of each case, but five")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="few rounds of small tensors: does everything run?")
     out = Path("results") / name
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
     return parser
 
 
+def chosen(cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
+    """Returns the cases that the options ask for, as often as they ask."""
+    changes: Row = {"repeats": QUICK_ROUNDS} if options.quick else {}
+    changes |= {key: value for key in ("repeats", "budget") if (value := getattr(options, key)) is not None}
+    result = [replace(case, **changes).only(options.contender or [""]) for case in cases]
+    result = [case for case in result if any(text in case.title for text in options.case or [""]) and case.contenders]
+    if not result:
+        titles = "".join(f"\n    {case.title}: {', '.join(case.contenders)}" for case in cases)
+        raise SystemExit(f"No case has such a title or contender. There are{titles}")
+    return result
+
+
 def carry_out(
-    name: str,
+    options: argparse.Namespace,
     cases: Sequence[Case],
-    out: Path,
-    tables: Callable[[Sequence[Row]], Sequence[Table]],
+    summary: Callable[[Sequence[Row]], Table] | None = None,
     plot: Callable[[Path], Path] | None = None,
-    threads: int | None = None,
-) -> list[Row]:
-    """Measures the cases one after another, prints their tables, and writes the CSV and its picture."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    show: Mapping[str, str] | None = None,
+) -> None:
+    """Measures the cases one after another, prints them, and writes the CSV, as each ends, and at last its picture.
+
+    Each case has a table with further columns, `show` by their headings, unless a summary has all cases in one.
+    """
+    torch.set_num_threads(options.threads)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    rows: list[Row] = []
-    with progress_over(cases, console) as on_case:
-        for case in cases:
-            rows += measure(case, on_case(case))
-            gc.collect()  # optimizers are in reference cycles, and the next case needs their memory
-    for table in tables(rows):
-        console.print(table)
+    cases, rows, path = chosen(cases, options), [], options.out / f"{options.name}.csv"
+    for place, case in enumerate(cases):
+        # No bar that a thread draws: it would share the cores with the steps.
+        print(f"{place + 1} of {len(cases)}: {case.title}", file=sys.stderr, flush=True)
+        own = measure(case)
+        rows += own
+        write_rows(path, rows)
+        if not summary:
+            console.print(times_table(own, case.title, show or {}))
+        gc.collect()  # optimizers are in reference cycles, and the next case needs their memory
+    if summary:
+        console.print(summary(rows))
     warn_of_other_load(console, rows)
-    path = out / f"{name}.csv"
-    write_rows(path, rows)
     wrote = [path, plot(path)] if plot else [path]
     console.print(f"Wrote {' and '.join(map(str, wrote))}", soft_wrap=True)
-    return rows
-
-
-@contextmanager
-def progress_over(cases: Sequence[Case], console: Console) -> Iterator[Callable[[Case], Callable[[], None]]]:
-    """Shows how far the cases are. Draws between rounds only: a thread that draws would share the cores with them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        bar = progress.add_task("", total=len(cases))
-        drawn = 0.0
-
-        def on_case(case: Case) -> Callable[[], None]:
-            begun = cases.index(case)
-            progress.update(bar, description=case.title, completed=begun, refresh=True)
-
-            def on_round() -> None:
-                nonlocal drawn
-                progress.advance(bar, 1 / (case.repeats + WARM_UP_ROUNDS))
-                if monotonic() - drawn > REDRAW_SECONDS:
-                    drawn = monotonic()
-                    progress.refresh()
-
-            return on_round
-
-        yield on_case
 
 
 # --- Tables
 
 
-def table(
-    title: str, headings: Sequence[str], cells: Sequence[Sequence[str]], caption: str = "", wrap: bool = False
-) -> Table:
-    """`wrap` allows lines within the first column, where all would be wider than 80 columns."""
+def table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]], caption: str = "") -> Table:
     result = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     for index, heading in enumerate(headings):
-        result.add_column(heading, justify="right" if index else "left", no_wrap=not wrap or index > 0)
+        result.add_column(heading, justify="right" if index else "left")
     for row in cells:
         result.add_row(*row)
     return result
 
 
-def times_table(rows: Sequence[Row], title: str, caption: str = "", more: Mapping[str, str] | None = None) -> Table:
-    """A row for each contender. `more` are further headings and the columns of the CSV that they show."""
-    more = more or {}
+def times_table(rows: Sequence[Row], title: str, show: Mapping[str, str]) -> Table:
+    """A row for each contender."""
     cells = []
     for row in rows:
         middle, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
-        others = ("" if row[key] is None else f"{row[key]:.3g}" for key in more.values())
+        others = ("" if row[key] is None else f"{row[key]:.3g}" for key in show.values())
         cells.append([row["contender"], middle, f"{q1} - {q3}", *others, f"{row['ratio']:.2f}"])
-    return table(title, ["contender", "median ms", "quartiles ms", *more, "ratio"], cells, caption)
+    peers = " or ".join(dict.fromkeys(row["peer"] for row in rows))
+    headings = ["contender", "median ms", "quartiles ms", *show, "ratio"]
+    return table(f"{title}, {rows[0]['repeats']} rounds", headings, cells, f"ratio: to {peers}")
 
 
-def grouped(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
-    """Returns the rows that agree in these columns together, in their order."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return list(groups.values())
+def crossed(
+    rows: Sequence[Row],
+    title: str,
+    row_of: Callable[[Row], Hashable],
+    column_of: Callable[[Row], Hashable],
+    cell: Callable[[Row], str],
+    caption: str = "",
+) -> Table:
+    """A table of two ways, each in the order in which the rows come."""
+    names, columns = dict.fromkeys(map(row_of, rows)), dict.fromkeys(map(column_of, rows))
+    cells = {(row_of(row), column_of(row)): cell(row) for row in rows}
+    headings = ["", *(str(column).replace(" ", "\n") for column in columns)]
+    return table(title, headings, [[str(n), *(cells.get((n, c), "") for c in columns)] for n in names], caption)
 
 
 def milliseconds(seconds: float) -> str:

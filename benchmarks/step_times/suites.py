@@ -67,3 +67,10 @@ SUITES = {
     "11x8192": Suite(((8192,),) * 11, repeats=1001),
     "one-10": Suite(((10,),), repeats=1001),
 }
+# Likenesses of them, to run everything and to time nothing: an emulated GPU takes minutes for them.
+QUICK_SUITES = {
+    "one-64M": Suite(((64, 256),), repeats=2),
+    "gpt2-124m": Suite(tuple(gpt2_shapes(layers=3, width=16, vocabulary=512, context=16)), repeats=2),
+    "one-1M": Suite(((1000,),), repeats=2),
+    "1000x500": Suite(((5,),) * 200, repeats=2),
+}

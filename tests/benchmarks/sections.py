@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 
 def result(text: str, outcome: str = "ok") -> SimpleNamespace:
-    return SimpleNamespace(text=text, outcome=outcome, problem=None, step_rows=[], mode_rows=[])
+    return SimpleNamespace(text=text, outcome=outcome, problem=None, rows={})
 
 
 def fails() -> Iterator[SimpleNamespace]:
