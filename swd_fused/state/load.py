@@ -25,6 +25,7 @@ from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
 from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.state.operands import KEYS, SCALE_COLUMNS, STORED, StateColumns, as_real
+from swd_fused.state.other_libraries import as_adams
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             state = saved_state.get(key, {})
             if isinstance(state, Mapping):
-                state = with_remainder(state)
+                state = with_remainder(as_adams(state))
                 if "step" in saved_group and state and "step" not in state:  # apex counts by group
                     state = {**state, "step": saved_group["step"]}
             if state:
@@ -256,8 +257,8 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
     # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
     if missing and (len(missing) < len(REQUIRED) or any(isinstance(value, Tensor) for value in state.values())):
         advice = (
-            "FusedAdamS continues its own state and that of torch.optim.Adam and AdamW, and of the FusedAdam of apex, "
-            "TransformerEngine and DeepSpeed."
+            "FusedAdamS continues its own state, that of torch's, bitsandbytes' and torchao's Adam and AdamW, and that "
+            "of the FusedAdam of apex, TransformerEngine and DeepSpeed."
         )
         if any(name in state for name in STORED_DTYPES):
             advice = "It is damaged: codes and scales belong together."
