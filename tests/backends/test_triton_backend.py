@@ -222,7 +222,8 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(
                 bucket.plan.find_last(bucket, part, torch.empty(2, dtype=torch.float64))
     for part, sums in zip(rebuilt, emitted, strict=True):
         assert part.programs == (3 if split else 1)
-        assert torch.equal(part.sums, sums)
+        kept = slice(SUM.weight + 1)  # what follows is for one pass
+        assert torch.equal(part.sums[:, kept], sums[:, kept])
         by_tensor = torch.zeros(len(shapes), dtype=torch.float64).index_add(0, part.segments[:, 0], sums[:, 0])
         exact = torch.stack([tensor.double().sum() for tensor in bucket.averaged])
         torch.testing.assert_close(by_tensor, exact, rtol=1e-6, atol=0)

@@ -104,6 +104,10 @@ class EmulatedStep:
         self._write(self.at["grad_scale"], np.array([grad_scale], np.float32).view(np.uint8))
         self._write(self.at["found_inf"], np.array([found_inf], np.float32).view(np.uint8))
 
+    def set_steps(self, step: int) -> None:
+        """From now on all tensors have taken so many."""
+        self._write(self.at["steps"], np.full(len(self.numels), step, np.float32).view(np.uint8))
+
     def drop_grad(self, tensor: int) -> None:
         """From now on the tensor has none."""
         row = self.at["tensors"] + 8 * tensor * tables.TENSOR.columns
@@ -122,6 +126,10 @@ class EmulatedStep:
         address = self.at[name]
         end = address + int(np.argmin(self.memory.access[address : address + (1 << 22)] != 0))
         return self.memory.bytes[address:end].view(dtype).copy()
+
+    def sums(self) -> Array:
+        """What the table has for the next step: not what a pass has found there for itself."""
+        return self.get("sums").reshape(-1, tables.SUM.columns)[:, : tables.SUM.weight + 1].ravel()
 
     def forget_sums(self, segments: int | None = None) -> None:
         """Makes the sums of the first `segments`, or of all, out of date."""

@@ -14,6 +14,7 @@ them opens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,9 @@ COMPILERS: dict[str, Compiler] = {
 }
 
 
+MOVES = ("ld", "st", "mov", "selp")  # which no arithmetic unit is needed for
+
+
 class Kernel:
     """Compiled once, run as often as wanted."""
 
@@ -80,7 +84,8 @@ class Kernel:
 
     def _step(self, instruction: Instruction, operands: Operands) -> Step:
         guard = None if instruction.guard is None else operands.index[instruction.guard]
-        common = {"text": instruction.text, "guard": guard, "guard_negated": instruction.guard_negated}
+        common: Any = {"text": instruction.text, "guard": guard, "guard_negated": instruction.guard_negated}
+        common["is_float64"] = "f64" in instruction.parts and instruction.base not in MOVES
         if instruction.base == "bra":
             return Step("branch", target=self.code.labels[instruction.operands[0]], **common)
         if instruction.base in ("ret", "exit"):

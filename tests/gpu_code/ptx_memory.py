@@ -104,6 +104,7 @@ class Statistics:
     stores: Traffic = field(default_factory=Traffic)
     synchronising: Counter[str] = field(default_factory=Counter)
     warp_instructions: int = 0
+    float64_instructions: int = 0  # of these, those of the unit for float64, which is narrow on most GPUs
     barriers: int = 0
 
     @property

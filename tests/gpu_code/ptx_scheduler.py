@@ -26,6 +26,7 @@ class Step:
     text: str
     guard: int | None = None
     guard_negated: bool = False
+    is_float64: bool = False
     execute: Execute | None = None
     target: int = -1
 
@@ -81,10 +82,11 @@ class Scheduler:
         others = at[~lowest]
         meeting = int(others.min()) if others.size else NOT_RUNNING
         warps = np.unique(self.state.warp[lanes]).size
-        executed = loops = 0
+        executed = loops = float64 = 0
         while executed < longest:
             step = self.steps[pc] if pc < len(self.steps) else Step("return", "the end of the code")
             executed += 1
+            float64 += step.is_float64
             active = lanes if step.guard is None else self._guarded(lanes, step)
             pc += 1
             if active is None:
@@ -108,6 +110,7 @@ class Scheduler:
         else:
             self.at[lanes] = pc
         self.state.statistics.warp_instructions += executed * warps
+        self.state.statistics.float64_instructions += float64 * warps
         self.instructions_left -= executed
         if self.instructions_left < 0:
             raise RuntimeError(f"too many instructions: the lanes are at {self.steps[pc].text}")

@@ -51,11 +51,11 @@ def scales_of(segment, blocks):
 
 @triton.jit
 def update_coded_segment(
-    segment, sums_row, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
+    segment, sums_row, step, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
     """Returns what `segments.update_segment` does."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
-    scalars = segment_scalars(segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
+    scalars = segment_scalars(segment, sums_row, step, grad_factor, CONFIG)
     blocks = eight_bit.segment_blocks(segment)
     operands, scales = operands_of(segment, CONFIG, tl.int8, tl.uint8), scales_of(segment, blocks)
     key = moment_key(rounding_start, segment, step)

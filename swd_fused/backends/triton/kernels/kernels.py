@@ -25,7 +25,7 @@ def exact_step_kernel(
     grad_norm = unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum))
     grad_factor = unscale * clip_factor(grad_norm, tl.load(limits + LIMIT.max_grad_norm))
     if CONFIG.amsgrad:
-        passes.max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG)
+        passes.max_exp_avg_sq_sum(tables, sums, slots, grad_factor, CONFIG)
         wait_for_all(counter, 2)
         exp_avg_sq_mean = mean_of_sums(passes.total_of(slots, SLOT.max_sum), 0.0, 1.0, tl.load(limits + LIMIT.numel))
     else:
@@ -82,10 +82,10 @@ def gradient_sums_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
 def max_exp_avg_sq_sum_kernel(
-    totals, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor, CONFIG: tl.constexpr
+    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor, CONFIG: tl.constexpr
 ):  # fmt: skip
     tables = Tables(steps, tensors, segments, program_segments, hyper)
-    passes.max_exp_avg_sq_sum(tables, slots, tl.load(grad_factor), CONFIG)
+    passes.max_exp_avg_sq_sum(tables, sums, slots, tl.load(grad_factor), CONFIG)
     if is_last(counter, 1):
         tl.store(totals + SLOT.max_sum, passes.total_of(slots, SLOT.max_sum))
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels import coded_segments, segments
 from swd_fused.backends.triton.kernels.memory import segment_at, segments_of_program
-from swd_fused.backends.triton.kernels.schedule import bias_correction
+from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
 from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, SLOT, SUM, TENSOR
 
 # Rows of a table that are added at once.
@@ -17,9 +17,60 @@ ROWS = tl.constexpr(128)
 BLOCKS_OF_ROWS = tl.constexpr(4)
 
 
+# What follows from steps and hyper-parameters is found by one thread for each segment. If all threads did so whenever
+# they come to a segment, small tensors would take longest for that: it is in float64, which has a 32nd of float32's
+# rate on a T4, and a 64th on an RTX 4090.
+
+
+@triton.jit
+def prepare_sums(tables, sums):
+    """Leaves in `sums` what pass 1 asks for of this program's segments."""
+    first, end = segments_of_program(tables)
+    for begin in range(first, end, ROWS):
+        index = begin + tl.arange(0, ROWS)
+        row = sums + index * SUM.columns
+        steps, _, hyper_row = scalars_at(tables, index, index < end)
+        beta2 = tl.load(hyper_row + HYPER.beta2)
+        bias_correction2 = bias_correction(beta2, steps, tl.max(steps), tl.load(hyper_row + HYPER.corrects_bias))
+        carried = beta2 * tl.load(row + SUM.total, mask=index < end, other=0.0) / bias_correction2
+        tl.store(row + SUM.bias_correction2, bias_correction2, mask=index < end)
+        tl.store(row + SUM.carried, carried, mask=index < end)
+    tl.debug_barrier()
+
+
+@triton.jit
+def prepare_update(tables, sums, exp_avg_sq_mean, SUM_GRADS: tl.constexpr):
+    """Leaves in `sums` what pass 2 asks for of this program's segments, and with SUM_GRADS, in lagged steps, the
+    weights of the sums that it will leave."""
+    first, end = segments_of_program(tables)
+    for begin in range(first, end, ROWS):
+        index = begin + tl.arange(0, ROWS)
+        row = sums + index * SUM.columns
+        steps, tensor_row, hyper_row = scalars_at(tables, index, index < end)
+        longest, corrects_bias = tl.max(steps), tl.load(hyper_row + HYPER.corrects_bias)
+        bias_correction1 = bias_correction(tl.load(hyper_row + HYPER.beta1), steps, longest, corrects_bias)
+        tl.store(row + SUM.step_size, tl.load(hyper_row + HYPER.lr) / bias_correction1, mask=index < end)
+        bias_correction2 = bias_correction(tl.load(hyper_row + HYPER.beta2), steps, longest, corrects_bias)
+        tl.store(row + SUM.inv_sqrt_bias_correction2, 1 / tl.sqrt(bias_correction2), mask=index < end)
+        tl.store(row + SUM.decay_factor, decay_factor(exp_avg_sq_mean, hyper_row), mask=index < end)
+        if SUM_GRADS:
+            is_updated = (index < end) & (tl.load(tensor_row + TENSOR.grad) != -1)
+            tl.store(row + SUM.weight, 1 / bias_correction2, mask=is_updated)
+    tl.debug_barrier()
+
+
+@triton.jit
+def scalars_at(tables, index, mask):
+    """The step that is being taken, of several segments at once, and their rows of the tensors and hyper-parameters."""
+    tensor = tl.load(tables.segments + index * SEGMENT.columns + SEGMENT.tensor, mask=mask, other=0)
+    row = tables.tensors + tensor * TENSOR.columns
+    return tl.load(tables.steps + tensor) + 1, row, tables.hyper + tl.load(row + TENSOR.group) * HYPER.columns
+
+
 @triton.jit
 def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
     """Pass 1, into this program's slot: the sum of v^ after this step is carried + clip^2 fresh."""
+    prepare_sums(tables, sums)
     grad_sum = tl.zeros([], tl.float64)
     carried = tl.zeros([], tl.float64)
     fresh = tl.zeros([], tl.float64)
@@ -29,12 +80,10 @@ def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr
         if has_grad(segment):
             squares = segments.sum_of_squares(segment, GRAD, COMPUTE)
             # Scalars after the sum, or they would take registers from it.
-            step = tl.load(tables.steps + segment.tensor) + 1
-            beta2 = tl.load(segment.hyper_row + HYPER.beta2)
-            bias_correction2 = bias_correction(beta2, step, step, tl.load(segment.hyper_row + HYPER.corrects_bias))
+            row = sums + index * SUM.columns
             grad_sum += squares
-            carried += beta2 * tl.load(sums + index * SUM.columns + SUM.total) / bias_correction2
-            fresh += (1 - beta2) * squares / bias_correction2
+            carried += tl.load(row + SUM.carried)
+            fresh += (1 - tl.load(segment.hyper_row + HYPER.beta2)) * squares / tl.load(row + SUM.bias_correction2)
     slot = slots + tl.program_id(0) * SLOT.columns
     tl.store(slot + SLOT.grad_sum, grad_sum)
     tl.store(slot + SLOT.carried, carried)
@@ -42,20 +91,19 @@ def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr
 
 
 @triton.jit
-def max_exp_avg_sq_sum(tables, slots, grad_factor, CONFIG: tl.constexpr):
+def max_exp_avg_sq_sum(tables, sums, slots, grad_factor, CONFIG: tl.constexpr):
     """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
+    prepare_sums(tables, sums)
     total = tl.zeros([], tl.float64)
     first, end = segments_of_program(tables)
     for index in range(first, end):
         segment = segment_at(tables, index)
         if has_grad(segment):
-            step = tl.load(tables.steps + segment.tensor) + 1
             if CONFIG.coded and has_codes(segment):
                 maxima = coded_segments.sum_of_next_max_coded(segment, grad_factor, CONFIG)
             else:
                 maxima = segments.sum_of_next_max(segment, grad_factor, CONFIG)
-            corrects_bias = tl.load(segment.hyper_row + HYPER.corrects_bias)
-            total += maxima / bias_correction(tl.load(segment.hyper_row + HYPER.beta2), step, step, corrects_bias)
+            total += maxima / tl.load(sums + index * SUM.columns + SUM.bias_correction2)
     tl.store(slots + tl.program_id(0) * SLOT.columns + SLOT.max_sum, total)
 
 
@@ -67,6 +115,7 @@ def update(
 
     The mean and the factor come through memory, or they would take registers from every block in between.
     """
+    prepare_update(tables, sums, tl.load(exp_avg_sq_mean), SUM_GRADS)
     first, end = segments_of_program(tables)
     grad_sum = tl.zeros([], tl.float64)
     for i in range(end - first):
@@ -77,11 +126,11 @@ def update(
             step = tl.load(tables.steps + segment.tensor) + 1
             if CONFIG.coded and has_codes(segment):
                 total, squares = coded_segments.update_coded_segment(
-                    segment, row, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
+                    segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             else:
                 total, squares = segments.update_segment(
-                    segment, row, step, tl.load(exp_avg_sq_mean), tl.load(grad_factor), limits, CONFIG, SUM_GRADS
+                    segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
                 )
             # Read once more, or it would take registers from every block in between.
             updated = segment_at(tables, index)

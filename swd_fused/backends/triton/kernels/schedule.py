@@ -45,12 +45,6 @@ def decay_factor(exp_avg_sq_mean, row):
 
 
 @triton.jit
-def opposed_decay_factor(exp_avg_sq_mean, row):
-    """The same where the update moves a weight away from zero."""
-    return tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, decay_factor(exp_avg_sq_mean, row))
-
-
-@triton.jit
 def ema_weight(step, row):
     """Of the new weight in its average: 1 - ema_decay, or more in the first steps."""
     ema_decay, step = tl.load(row + HYPER.ema_decay), step.to(tl.float64)

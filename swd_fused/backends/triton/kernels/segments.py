@@ -9,7 +9,7 @@ from swd_fused.backends.triton.kernels.element import Scalars, next_average, nex
 from swd_fused.backends.triton.kernels.masters import joined_master, split_master
 from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
 from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
-from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor, ema_weight, opposed_decay_factor
+from swd_fused.backends.triton.kernels.schedule import ema_weight
 from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, SUM, TENSOR
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
@@ -140,40 +140,35 @@ def next_max_block(operands, offsets, count, scalars, COMPUTE: tl.constexpr, VEC
 
 
 @triton.jit
-def segment_scalars(
-    segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
-):  # fmt: skip
-    """Leaves the weight of the segment's sum, with SUM_GRADS: in lagged steps."""
+def segment_scalars(segment, sums_row, step, grad_factor, CONFIG: tl.constexpr):
     row = segment.hyper_row
     beta1, beta2 = tl.load(row + HYPER.beta1), tl.load(row + HYPER.beta2)
-    corrects_bias = tl.load(row + HYPER.corrects_bias)
-    bias_correction2 = bias_correction(beta2, step, step, corrects_bias)
-    if SUM_GRADS:
-        tl.store(sums_row + SUM.weight, 1 / bias_correction2)
+    decay_factor = tl.load(sums_row + SUM.decay_factor).to(CONFIG.compute)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
         # Compilers leave out what is multiplied by a constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
-        (1 / tl.sqrt(bias_correction2)).to(CONFIG.compute),
+        tl.load(sums_row + SUM.inv_sqrt_bias_correction2).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
-        decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute),
-        (tl.load(row + HYPER.lr) / bias_correction(beta1, step, step, corrects_bias)).to(CONFIG.compute),
+        decay_factor,
+        tl.load(sums_row + SUM.step_size).to(CONFIG.compute),
         beta1 <= 0.5,  # see csrc/element.h
         tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
-        opposed_decay_factor(exp_avg_sq_mean, row).to(CONFIG.compute) if CONFIG.cautious else 0,  # nobody asks for it
+        # Nobody asks for it unless some group is cautious.
+        tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, decay_factor) if CONFIG.cautious else 0,
         ema_weight(step, row).to(CONFIG.compute) if CONFIG.averages else 0,
     )
 
 
 @triton.jit
 def update_segment(
-    segment, sums_row, step, exp_avg_sq_mean, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
+    segment, sums_row, step, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
-    scalars = segment_scalars(segment, sums_row, step, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
+    scalars = segment_scalars(segment, sums_row, step, grad_factor, CONFIG)
     operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
     whole, rest = whole_and_rest(segment, CONFIG)

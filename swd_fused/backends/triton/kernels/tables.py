@@ -43,10 +43,13 @@ HYPER = Columns(*HyperRow._fields)
 # totals.
 SLOT = Columns("grad_sum", "carried", "fresh", "max_sum", "mean", "grad_factor")
 
+PREPARED = ("bias_correction2", "carried", "inv_sqrt_bias_correction2", "step_size", "decay_factor")
+
 # Of `sums` (float64), a row for each segment: the sum of its second moments, and how many steps its tensor had taken
 # when they were summed. If it has taken more since, somebody else has stepped the tensor. In lagged steps also what
 # makes v^ of the sum, 0 before the first step, so that the last program has nothing to look up when it adds all rows.
-SUM = Columns("total", "step", "weight")
+# Then what a pass asks for of its segments before it goes through them, see `passes.prepare_sums`.
+SUM = Columns("total", "step", "weight", *PREPARED)
 
 # Of `limits` (float64): the number of elements, at least 1; max_grad_norm, infinite if nothing is clipped; whether
 # steps with a norm that is not finite are skipped, 1 or 0; what the keys of stochastic rounding start from.
