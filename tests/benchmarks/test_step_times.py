@@ -16,7 +16,6 @@ import torch
 
 from benchmarks import busy_machine, cliffs, collective_cost, gpu, roofline
 from benchmarks.conditions import STAT, OtherLoad, read_rows, write_rows
-from benchmarks.early_decay import growth
 from benchmarks.step_times import pictures
 from benchmarks.step_times.authors_loop import AuthorsLoop
 from benchmarks.step_times.contenders import CONTENDERS, TORCHAO, Contender, parameters
@@ -232,15 +231,3 @@ def test_the_stored_models_are_those_of_the_code() -> None:
     for name, modelled in (("roofline", roofline.modelled()), ("collective_cost", collective_cost.predictions())):
         rows = [{key: str(value) for key, value in row.items()} for row in modelled]
         assert rows == read_rows(RESULTS / f"{name}.csv")
-
-
-def test_the_decay_cannot_grow_faster_than_by_zero_gradients() -> None:
-    """What benchmarks.early_decay says of later steps follows from this bound."""
-    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = FusedAdamS([param], eps=1e-30)
-    decays = []
-    for grad in [1.0, 2.0, 3.0, *[0.0] * 17]:
-        param.grad = torch.full_like(param, grad)
-        optimizer.step()
-        decays += optimizer.effective_weight_decay()
-    assert decays[19] / decays[2] == pytest.approx(growth(3, until=20), rel=1e-9)
