@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -44,94 +45,65 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch, library: str, **classes
     return module
 
 
-class TestTransformers:
-    @pytest.fixture
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        return imported("transformers", monkeypatch, "transformers", Trainer=object, TrainerCallback=object)
+METRICS = {"adams/grad_norm": 0.5, "adams/effective_weight_decay/decay": 0.1}
 
-    def test_adds_metrics_to_the_logs_of_training(self, module: ModuleType) -> None:
-        callback, optimizer = module.MetricsCallback("swd/"), Optimizer()
-        state = SimpleNamespace(global_step=10, log_history=[{"loss": 2.0, "step": 10}])
-        logs = {"loss": 2.0, "grad_norm": 0.0}
-        callback.on_train_begin(None, state, None, optimizer=wrapped(optimizer))
-        callback.on_log(None, state, None, logs=logs, optimizer=wrapped(optimizer), model=None)
-        metrics = {"swd/grad_norm": 0.5, "swd/effective_weight_decay/decay": 0.1}
-        assert logs == {"loss": 2.0, "grad_norm": 0.0, **metrics}
-        assert state.log_history == [{"loss": 2.0, "step": 10, **metrics}]
 
-    def test_logs_rms_gradients_now_and_then(self, module: ModuleType) -> None:
-        callback, logged = module.MetricsCallback("swd/", rms_grads_every=30), []
-        for step in (20, 40, 50, 60, 80, 100):
-            logs = {"loss": 2.0}
-            callback.on_log(None, SimpleNamespace(global_step=step, log_history=[]), None, logs, Optimizer())
-            if "swd/rms_grad/weight" in logs:
-                logged.append(step)
-                assert logs["swd/rms_grad/1"] == 3
-        assert logged == [40, 60, 100]
-        with pytest.raises(ValueError, match="rms_grads_every=0, wanted a whole number"):
-            module.MetricsCallback(rms_grads_every=0)
-
-    @pytest.mark.parametrize("logs", [{"eval_loss": 1.0}, {"train_runtime": 3.0}, None])
-    def test_leaves_other_logs_alone(self, module: ModuleType, logs: dict[str, float] | None) -> None:
-        optimizer, before = Optimizer(), logs and dict(logs)
-        module.MetricsCallback().on_log(None, SimpleNamespace(log_history=[]), None, logs=logs, optimizer=optimizer)
+def test_transformers_logs_of_training_have_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have not, and a reporter that comes after our callback has them too."""
+    module = imported("transformers", monkeypatch, "transformers", Trainer=object, TrainerCallback=object)
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=["W&B"]))
+    module.log_metrics(trainer)
+    (callback, _), optimizer = trainer.callback_handler.callbacks, Optimizer()
+    state = SimpleNamespace(global_step=10, log_history=[{"loss": 2.0, "step": 10}])
+    callback.on_train_begin(None, state, None, optimizer=wrapped(optimizer))
+    for logs in ({"eval_loss": 1.0}, {"train_runtime": 3.0}, None):
+        before = logs and dict(logs)
+        callback.on_log(None, SimpleNamespace(log_history=[]), None, logs=logs, optimizer=optimizer)
         assert (logs, optimizer.asked) == (before, 0)
-
-    def test_comes_before_the_callbacks_that_report(self, module: ModuleType) -> None:
-        trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=["W&B"]))
-        module.log_metrics(trainer)
-        callback, last = trainer.callback_handler.callbacks
-        assert isinstance(callback, module.MetricsCallback)
-        assert last == "W&B"
-
-    def test_refuses_other_optimizers(self, module: ModuleType) -> None:
-        adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-        with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
-            module.MetricsCallback().on_train_begin(None, None, None, optimizer=adamw)
-
-
-class Logger:
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.append((step, metrics))
+    logs = {"loss": 2.0, "grad_norm": 0.0}
+    callback.on_log(None, state, None, logs=logs, optimizer=wrapped(optimizer), model=None)
+    assert logs == {"loss": 2.0, "grad_norm": 0.0, **METRICS}
+    assert state.log_history == [{"loss": 2.0, "step": 10, **METRICS}]
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
+        callback.on_train_begin(None, None, None, optimizer=adamw)
+    callback, logged = module.MetricsCallback("swd/", rms_grads_every=30), []
+    for step in (20, 40, 50, 60, 80, 100):
+        logs = {"loss": 2.0}
+        callback.on_log(None, SimpleNamespace(global_step=step, log_history=[]), None, logs, Optimizer())
+        if "swd/rms_grad/weight" in logs:
+            logged.append(step)
+            assert logs["swd/rms_grad/1"] == 3
+    assert logged == [40, 60, 100]
+    with pytest.raises(ValueError, match="rms_grads_every=0, wanted a whole number"):
+        module.MetricsCallback(rms_grads_every=0)
 
 
-class TestLightning:
-    @pytest.fixture
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
-        return imported("lightning", monkeypatch, "lightning.pytorch", Callback=object)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_lightning_logs_metrics_when_it_logs(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
+    """Six steps, logged every second one. Of several optimizers each has its number."""
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    module = imported("lightning", monkeypatch, "lightning.pytorch", Callback=object)
 
-    def train(self, module: ModuleType, *optimizers: object, accumulate: int = 1, **options: Any) -> Any:
-        """Six steps, logged every second one."""
-        callback = module.MetricsCallback(**options)
-        trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[Logger()], log_every_n_steps=2, global_step=0)
+    def train(*optimizers: object, **options: Any) -> list[Any]:
+        callback, logger = module.MetricsCallback(**options), MagicMock()
+        trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[logger], log_every_n_steps=2, global_step=0)
         trainer.precision_plugin, trainer.gradient_clip_val = object(), 1.0
         callback.on_train_start(trainer, None)
         for batch in range(6 * accumulate):
             trainer.global_step = (batch + 1) // accumulate
             callback.on_train_batch_end(trainer, None, None, None, batch)
-        return trainer.loggers[0].logged
+        return [(call.args[0], call.kwargs["step"]) for call in logger.log_metrics.call_args_list]
 
-    @pytest.mark.parametrize("accumulate", [1, 3])
-    def test_logs_when_lightning_does(self, module: ModuleType, accumulate: int) -> None:
-        optimizer = Optimizer()
-        metrics = {"adams/grad_norm": 0.5, "adams/effective_weight_decay/decay": 0.1}
-        assert self.train(module, wrapped(optimizer), accumulate=accumulate) == [(i, metrics) for i in (1, 3, 5)]
-        assert optimizer.asked == 3
-
-    def test_logs_rms_gradients_now_and_then(self, module: ModuleType) -> None:
-        logged = self.train(module, Optimizer(), rms_grads_every=3)
-        assert [metrics.get("adams/rms_grad/weight") for _, metrics in logged] == [None, 2.0, 2.0]
-
-    def test_several_optimizers(self, module: ModuleType) -> None:
-        adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-        (_, metrics), *_ = self.train(module, adamw, Optimizer(), Optimizer())
-        assert [name for name in metrics if "grad_norm" in name] == ["adams/0/grad_norm", "adams/1/grad_norm"]
-        with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
-            self.train(module, adamw)
+    optimizer, adamw = Optimizer(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert train(wrapped(optimizer)) == [(METRICS, step) for step in (1, 3, 5)]
+    assert optimizer.asked == 3
+    rms_grads = [metrics.get("adams/rms_grad/weight") for metrics, _ in train(optimizer, rms_grads_every=3)]
+    assert rms_grads == [None, 2.0, 2.0]
+    (metrics, _), *_ = train(adamw, Optimizer(), Optimizer())
+    assert [name for name in metrics if "grad_norm" in name] == ["adams/0/grad_norm", "adams/1/grad_norm"]
+    with pytest.raises(TypeError, match="got a AdamW, wanted a FusedAdamS"):
+        train(adamw)
 
 
 def test_the_package_imports_no_trainer() -> None:
@@ -178,18 +150,11 @@ def test_a_wrapper_that_poses_as_the_optimizer() -> None:
     assert torch.equal(*weights)
 
 
-PER_TENSOR = """
-def new_optimizers(params, **options):
-    return [FusedAdamS([{"params": param}], **options) for param in params]
-"""
-
-
 def new_per_tensor(module: str, **options: Any) -> list[FusedAdamS]:
     """Makes one optimizer for each of two tensors in a module of this name, as torchao does."""
     namespace: dict[str, Any] = {"__name__": module, "FusedAdamS": FusedAdamS}
-    exec(PER_TENSOR, namespace)
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    return namespace["new_optimizers"](params, **options)  # type: ignore[no-any-return]
+    exec("def new_optimizer(param, **options): return FusedAdamS([{'params': param}], **options)", namespace)
+    return [namespace["new_optimizer"](torch.nn.Parameter(torch.ones(3)), **options) for _ in range(2)]
 
 
 @pytest.mark.parametrize("module", ["torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload"])
@@ -198,12 +163,8 @@ def new_per_tensor(module: str, **options: Any) -> list[FusedAdamS]:
     [({}, "the schedule's mean"), ({"decay": "decoupled", "max_grad_norm": 1.0}, "the gradients' norm")],
 )
 def test_one_optimizer_for_each_tensor_is_refused(module: str, options: dict[str, Any], needed: str) -> None:
+    """What depends on nothing but the tensor is right, and whoever else makes many optimizers knows why."""
     with pytest.raises(ValueError, match=rf"CPUOffloadOptimizer.*{needed} would be that of a tensor.*CPUOffloadPolicy"):
         new_per_tensor(module, **options)
-
-
-def test_one_optimizer_for_each_tensor_of_others() -> None:
-    """What depends on nothing but the tensor is right, and whoever else makes many optimizers knows why."""
-    assert len(new_per_tensor("torchao.optim.cpu_offload", decay="decoupled")) == 2
-    assert len(new_per_tensor("my_models.cpu_offload")) == 2
-    assert len(new_per_tensor("torchao.optim.others")) == 2
+    assert len(new_per_tensor(module, decay="decoupled")) == 2
+    assert len(new_per_tensor("my_models.cpu_offload", **options)) == 2
