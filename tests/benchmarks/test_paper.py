@@ -118,19 +118,6 @@ def test_decay_is_decoupled_or_not_as_in_the_paper(name: str) -> None:
         assert math.isnan(adamw_weight_decay(optimizer))
 
 
-def test_equation_1_goes_on_shrinking_when_the_learning_rate_falls() -> None:
-    sizes = {}
-    for name in ("SGD, eq 1", "SGD, eq 3"):
-        param = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        optimizer = OPTIMIZERS[name].build([param], 0.1, 0.5)
-        for lr in (0.1, 0.01):
-            optimizer.param_groups[0]["lr"] = lr
-            param.grad = torch.zeros_like(param)
-            optimizer.step()
-        sizes[name] = param.item()
-    assert sizes == {"SGD, eq 1": pytest.approx(0.95 * 0.95), "SGD, eq 3": pytest.approx(0.95 * 0.995)}
-
-
 # --- What is measured
 
 
@@ -163,22 +150,6 @@ def test_losses_and_norms_are_means_over_minibatches() -> None:
         with torch.no_grad():
             wrong = (model(data.test_images).argmax(1) != data.test_labels).double().mean()
         assert point["test_error"] == pytest.approx(float(wrong), abs=0.07)  # one of 16 may tip over by rounding
-
-
-def test_testing_can_be_rarer_but_never_skips_the_end() -> None:
-    points = train(lesson_of(replace(RUN, epochs=5, evaluate_every=2), None, CPU))
-    assert [not math.isnan(point["test_error"]) for point in points] == [False, True, False, True, True]
-
-
-def test_cosine_restarts_after_one_two_and_four_cycles() -> None:
-    lesson = lesson_of(replace(RUN, lr=1.0, epochs=7, milestones=(), cosine=(1, 2)), None, CPU)
-    rates = []
-    for _ in range(7 * 4):
-        rates.append(lesson.optimizer.param_groups[0]["lr"])
-        lesson.optimizer.step()
-        lesson.lr_schedule.step()
-    expected = [0.5 * (1 + math.cos(math.pi * i / (4 * epochs))) for epochs in (1, 2, 4) for i in range(4 * epochs)]
-    assert rates == pytest.approx(expected)
 
 
 def test_top_eigenvalues_are_those_of_the_whole_hessian() -> None:

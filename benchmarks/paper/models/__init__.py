@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
-from benchmarks.paper.data.torchvision_import import torchvision_module
+from benchmarks.paper.data.folders import torchvision_module
 from benchmarks.paper.models.densenet import densenet121
 from benchmarks.paper.models.googlenet import googlenet
 from benchmarks.paper.models.language import LanguageModel, lstm, medium_lstm, small_lstm
@@ -17,18 +16,14 @@ from benchmarks.paper.models.vgg import small_vgg, small_vgg_bn, vgg16, vgg16_bn
 
 def resnet50(channels: int, classes: int, size: int) -> nn.Module:
     """For ImageNet, torchvision's."""
-    model: nn.Module = torchvision_models().resnet50(num_classes=classes)
+    model: nn.Module = torchvision_module("models", "resnet50 is").resnet50(num_classes=classes)
     return model
-
-
-def torchvision_models() -> Any:
-    return torchvision_module("models", "resnet50 is")
 
 
 def check_model(name: str) -> None:
     """Raises DataError where it could not be built here."""
     if IMAGE_MODELS.get(name) is resnet50:
-        torchvision_models()
+        torchvision_module("models", "resnet50 is")
 
 
 IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
