@@ -20,9 +20,9 @@ from swd_fused.decay.kinds import Decay
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.options import GROUP_DEFAULTS, Options, refuse_offload
 from swd_fused.state.load import (
+    Initializer,
     check_state_dict,
     loaded_group,
-    loaded_state,
     other_entries,
     saved_by_param,
     with_separate_steps,
@@ -58,9 +58,14 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
     state: defaultdict[Any, Any] = defaultdict(dict, other_entries(state_dict))
     with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be stepped later
         for group in groups:
+            initializers: dict[tuple[object, ...], Initializer] = {}
             for param in filter(saved.__contains__, group["params"]):
-                backend = backends.choose(param, options)
-                state[param] = loaded_state(param, saved[param], backend, options, group)
+                kind = param.dtype, param.device, type(param)
+                initializer = initializers.get(kind)
+                if initializer is None:
+                    initializer = Initializer(param, options, group, backends.choose(param, options))
+                    initializers[kind] = initializer
+                state[param] = initializer.loaded(param, saved[param])
     adopt_masters(saved, options)
     return {"state": state, "param_groups": groups}
 

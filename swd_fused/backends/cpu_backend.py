@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import c_int64
 from itertools import chain
 
 import torch
@@ -29,9 +30,10 @@ class CpuPlan:
     def __init__(self, bucket: Bucket) -> None:
         lists = bucket.params, *bucket.state, bucket.grads_or_params
         numbers = _numbers(bucket), _block_numbers(bucket)
-        self.numbers = array("q", ops.description(*lists, bucket.groups, bucket.tensor_ids, *numbers).tolist())
-        self.grads = slice(HEADER, HEADER + len(bucket.params))  # where their addresses are written in each step
-        self.description = torch.frombuffer(self.numbers, dtype=torch.int64)
+        self.description: Tensor = ops.description(*lists, bucket.groups, bucket.tensor_ids, *numbers)
+        addresses = c_int64 * len(bucket.params)  # written in each step
+        start = self.description.data_ptr() + HEADER * self.description.itemsize
+        self.grad_addresses = memoryview(addresses.from_address(start)).cast("B").cast("q")
 
     def for_capture(self) -> CpuPlan:
         return self
@@ -57,7 +59,7 @@ class CpuBackend:
 
     def begin(self, bucket: Bucket) -> None:
         plan: CpuPlan = bucket.plan
-        plan.numbers[plan.grads] = array("q", bucket.grad_addresses)
+        plan.grad_addresses[:] = array("q", bucket.grad_addresses)
 
     def pass1(self, bucket: Bucket) -> Tensor:
         sums: Tensor = ops.gradient_sums(bucket.plan.description, bucket.known_sums(), bucket.steps, bucket.hyper.table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +22,28 @@ from swd_fused.state.element_numbers import element_numbers
 from swd_fused.state.load import check_stored
 from swd_fused.state.operands import are_plain, as_real, columns_of
 
+DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
+
 # The address of a gradient that is not there. Not 0, which is the address of an empty one. As in csrc/cpu/operands.h.
 NO_GRAD = -1
 
 
-class Entry(NamedTuple):
-    """A parameter and its state: the optimizer's own, and as a step needs it. `Snapshot.commit` makes them one."""
+class Entries(NamedTuple):
+    """Holds parameters and their state: the optimizer's own, and as a step needs it. `Snapshot.commit` makes them one.
 
-    number: int  # among all parameters
-    group: int
-    param: Tensor
-    owned: dict[str, Any]
-    staged: dict[str, Any]
+    New state is in both lists. Lists by column, since each object more for each of ten thousand parameters calls for
+    the garbage collector, which took half of their first step.
+    """
+
+    numbers: list[int]  # among all parameters
+    groups: list[int]
+    params: list[Tensor]
+    owned: list[dict[str, Any]]
+    staged: list[dict[str, Any]]
+
+    def at(self, places: list[int]) -> Entries:
+        columns: Any = ([column[place] for place in places] for column in self)
+        return Entries(*columns)
 
 
 class BucketKey(NamedTuple):
@@ -65,18 +76,16 @@ class Bucket:
     count: Tensor  # the same, on the device
     written: list[Tensor]  # parameters whose writes torch counts
 
-    def __init__(self, key: BucketKey, entries: list[Entry], options: Options) -> None:
+    def __init__(self, key: BucketKey, entries: Entries, options: Options) -> None:
         self.backend, self.device, self.amsgrad, unused, self.sharding = key
         self.options = options
-        self.numbers = [entry.number for entry in entries]
-        self.group_indices = [entry.group for entry in entries]
-        self._whole_params = [entry.param for entry in entries]
+        self.numbers, self.group_indices, self._whole_params, _, states = entries
         self.params = self._whole_params
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
         self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # then no memory has an address
-        self.state = columns_of([entry.staged for entry in entries], unused)
-        self.coded = [index for index, entry in enumerate(entries) if CODES["exp_avg_sq"] in entry.staged]
+        self.state = columns_of(states, unused)
+        self.coded = [index for index, state in enumerate(states) if CODES["exp_avg_sq"] in state]
         self.follows_params = any(master.dtype == torch.float32 for master in self.state.masters)
         self._numels = [param.numel() for param in self.params]
         columns = (self.group_indices, self.numbers, self._numels)
@@ -87,8 +96,8 @@ class Bucket:
             element_numbers(param, self.sharding) for param in self._whole_params if options.stochastic_rounding
         ]
         self.block_numbers = {index: block_numbers(self._whole_params[index], self.sharding) for index in self.coded}
-        self._set_steps(entries)
-        self._param_versions = [-1] * len(entries)  # not yet looked at
+        self._set_steps(states)
+        self._param_versions = [-1] * len(states)  # not yet looked at
         self.grads: list[Tensor | None] = []
         self.grad_addresses: list[int] = []
         self.present: list[bool] = []  # whether each has a gradient
@@ -98,16 +107,16 @@ class Bucket:
         self._steps_copy: HostCopy | None = None
         self.sums: Tensor | None = None  # of `averaged`, by tensor. None: to be rebuilt
 
-    def _set_steps(self, entries: list[Entry]) -> None:
-        steps = [entry.staged["step"] for entry in entries]
-        if {(step.device, step.dtype) for step in steps} != {(self.device, torch.float32)}:
+    def _set_steps(self, states: list[dict[str, Any]]) -> None:
+        steps = [state["step"] for state in states]
+        if set(map(DEVICE, steps)) != {self.device} or set(map(DTYPE, steps)) != {torch.float32}:
             steps = [step.to(self.device, torch.float32) for step in steps]
         self.steps = torch.stack(steps)
         self._elements_of_steps = list(self.steps.unbind())
         self.copies_steps = graphs.are_shared(steps)
         self._step_views = steps if self.copies_steps else self._elements_of_steps
-        for entry, view in zip(entries, self._step_views, strict=True):
-            entry.staged["step"] = view
+        for state, view in zip(states, self._step_views, strict=True):
+            state["step"] = view
 
     def take(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
         """Takes up a step's gradients. `addresses` has `NO_GRAD` for those that are not `present`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.core.backend import Backend
-from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entry
+from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entries
 from swd_fused.core.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.core.tensor_checks import check_grads, check_memory, check_params
 from swd_fused.core.values import Group, GroupKind, Groups, GroupValues
@@ -40,8 +40,8 @@ Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a par
 Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
 
 LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
-NBYTES = attrgetter("nbytes")
 VALUES = dict.values
+NOTHING: dict[str, Any] = {}  # the state of a parameter that has none
 END = (object(),)  # of what is compared one by one: `map` stops where the shorter one ends
 TENSOR_GUARDS = torch._C._dynamo.guards.TensorGuards
 
@@ -71,12 +71,12 @@ class Snapshot:
         self._choose = choose
         self._is_distributed = is_distributed()
         self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
+        self._steps: list[Tensor] = []  # the state's own counts, from `commit` on
         self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
-        self._guards: Any = None  # of all that is kept and of all gradients, where they have been seen together
+        self._grad_guards: Any = None  # of all gradients, once they have been seen together
         self._entries, members = self._new_entries(groups, state, grads)
-        self._whole_params = [entry.param for entry in self._entries]
-        self._has_views = not are_plain(self._whole_params)
-        numbers = [entry.number for entry in self._entries]
+        self._has_views = not are_plain(self._entries.params)
+        numbers = self._entries.numbers
         self._numbers = None if len(numbers) == len(self._params) else numbers
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
         groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
@@ -90,7 +90,7 @@ class Snapshot:
         self.gpus = {bucket.device for bucket in self.buckets if bucket.device.type == "cuda"}
         self.are_captured = False
         self._is_fake = any(bucket.is_fake for bucket in self.buckets)
-        self._remember([entry.staged for entry in self._entries])
+        self._remember()
         try:
             self._take_first(grads)
             for bucket in self.buckets:
@@ -111,7 +111,7 @@ class Snapshot:
                 and self._is_distributed == is_distributed()
                 and self._kinds == kinds
                 and all(map(is_, chain(self._params, END), chain(params, END)))
-                and all(map(is_, self._held, chain(state, chain.from_iterable(map(VALUES, state.values())), END)))
+                and all(map(is_, self._held, chain.from_iterable(chain((state,), map(VALUES, state.values()), (END,)))))
                 and all(map(is_, self._locals, map(LOCAL, self._dtensors)))
                 and self._versions == list(map(VERSION, self._averaged))
                 and self._takes(grads)
@@ -126,16 +126,16 @@ class Snapshot:
         if self._is_fake or (self._without_state and any(all_grads[i] is not None for i in self._without_state)):
             return False
         grads, present, found = self._local(all_grads)
-        kept, has_all = self._kept, present is self._all_present
-        if not (has_all and self._guards is not None and self._guards.check(*kept, *found)):
-            if any(map(Tensor.is_neg, found)):  # lazily negated: the memory has the other sign
+        has_all = present is self._all_present
+        if not (has_all and self._grad_guards is not None and self._grad_guards.check(*found)):
+            if any(map(Tensor.is_neg, found)):
                 grads, present, found = self._local(resolved(all_grads))
-            if not self._look_as_before(found, present):
+            if forms_of(found) != self._forms_of(present):
                 return False
-            self._guards = new_guards(kept + found) if has_all else self._guards
-        addresses = list(map(Tensor.data_ptr, found))
-        if self._addresses != list(map(Tensor.data_ptr, kept)):
+            self._grad_guards = new_guards(found) if has_all else self._grad_guards
+        if not self._guards.check(*self._kept) or self._addresses != list(map(Tensor.data_ptr, self._kept)):
             return False
+        addresses = list(map(Tensor.data_ptr, found))
         if 0 in addresses and any(grad.numel() for grad, address in zip(found, addresses, strict=True) if not address):
             return False  # freed, or on the meta device: refused with our own error message where that is wrong
         bucket = self.buckets[0] if len(self.buckets) == 1 else None  # a rank may have none
@@ -149,20 +149,11 @@ class Snapshot:
         """Returns the gradients of what is described, as kernels see them; which are there; and those that are."""
         grads = all_grads if self._numbers is None else [all_grads[number] for number in self._numbers]
         if self._has_views:
-            grads = [None if grad is None else as_real(grad) for grad in local_grads(self._whole_params, grads)]
+            grads = [None if grad is None else as_real(grad) for grad in local_grads(self._entries.params, grads)]
         if all(map(is_not, grads, repeat(None))):
             return grads, self._all_present, grads  # type: ignore[return-value]
         present = [grad is not None for grad in grads]
         return grads, present, list(compress(grads, present))  # type: ignore[arg-type]
-
-    def _look_as_before(self, found: list[Tensor], present: list[bool]) -> bool:
-        """Returns whether kernels would find gradients, and all tensors that are kept, to look as they did."""
-        kept = self._kept
-        return (
-            list(map(NBYTES, kept)) == self._sizes
-            and list(map(Tensor.stride, kept)) == self._strides
-            and forms_of(found) == self._forms_of(present)
-        )
 
     def _forms_of(self, present: list[bool]) -> Forms:
         """Returns how those gradients should look that are present."""
@@ -180,40 +171,41 @@ class Snapshot:
             else:
                 bucket.take([grads[i] for i in members], [addresses[i] for i in members], [present[i] for i in members])
 
-    def _remember(self, states: list[dict[str, Any]]) -> None:
+    def _remember(self) -> None:
         """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
+        _, _, params, _, states = self._entries
         held = set().union(*states)
         keys = [key for key in STORED if key in held]
-        tensors = [*self._whole_params, *(state[key] for state in states for key in keys if key in state)]
+        tensors = [*params, *(state[key] for state in states for key in keys if key in state)]
         self._dtensors = dtensors_in(tensors)
         self._locals = list(map(LOCAL, self._dtensors))
-        self._kept = list(map(local_tensor, tensors)) if self._dtensors else tensors
-        keys = [key for key in SECOND_MOMENTS if key in held]
-        averaged = [state[key] for state in states for key in keys if key in state]
-        # Writes to a DTensor count on it or on its local part, depending on how it was written to.
-        self._averaged = [*averaged, *map(local_tensor, dtensors_in(averaged))]
+        self._kept = tuple(map(local_tensor, tensors)) if self._dtensors else tuple(tensors)
+        self._averaged = second_moments(states)
         self._versions = versions(self._averaged)
-        self._all_present = [True] * len(self._entries)
+        self._all_present = [True] * len(params)
 
     def _take_first(self, all_grads: list[Tensor | None]) -> None:
         """Takes up the gradients of the step that is described, and remembers how they look.
 
         Where one is missing it should look like its parameter, which mostly has its dtype and strides.
         """
-        grads, present, found = self._local(resolved(all_grads))
+        grads, present, found = self._local(all_grads)
         if self._is_fake:
             self._hand_over(grads, [0] * len(found), present)
             return
-        # `tensor.data = other` changes the addresses of kept tensors, and torch does not count it as a write. Sizes
-        # are in bytes, so that another dtype is noticed too; each look at a thousand tensors adds a fiftieth to a step.
+        if any(map(Tensor.is_neg, found)):
+            grads, present, found = self._local(resolved(all_grads))
+        # `tensor.data = other` changes the addresses of kept tensors, and torch does not count it as a write.
+        self._guards = new_guards(self._kept)
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         addresses = list(map(Tensor.data_ptr, found))
         if 0 in self._addresses or 0 in addresses:
-            check_memory(self._kept + found)
-        self._sizes = list(map(NBYTES, self._kept))
-        self._strides = list(map(Tensor.stride, self._kept))
-        pairs = zip(map(as_real, self._kept), grads, strict=False)  # parameters come first
-        self._grad_forms = forms_of([param if grad is None else grad for param, grad in pairs])
+            check_memory([*self._kept, *found])
+        looks = found
+        if len(found) < len(grads):
+            pairs = zip(self._kept, grads, strict=False)  # parameters come first
+            looks = [as_real(param) if grad is None else grad for param, grad in pairs]
+        self._grad_forms = forms_of(looks)
         self._hand_over(grads, addresses, present)
 
     def commit(self, state: State, earlier: Sequence[Snapshot]) -> None:
@@ -224,20 +216,24 @@ class Snapshot:
         Counts that `earlier` snapshots have put there are ours, and hand on their own followers.
         """
         ours = {
-            (id(entry.owned), id(entry.staged["step"])): other._followers.get(entry.number)
+            (id(owned), id(step)): other._followers.get(number)
             for other in earlier
-            for entry in other._entries
+            for number, owned, step in zip(other._entries.numbers, other._entries.owned, other._steps, strict=True)
         }
-        for entry in self._entries:
-            step = entry.owned.get("step")
-            if isinstance(step, Tensor) and step is not entry.staged["step"] and not step.is_inference():
-                follower = ours.get((id(entry.owned), id(step)), ref(step))
+        self._steps = [staged["step"] for staged in self._entries.staged]
+        for number, _, param, owned, staged in zip(*self._entries, strict=True):
+            state[param] = owned
+            if owned is staged:
+                continue
+            step = owned.get("step")
+            if isinstance(step, Tensor) and step is not staged["step"] and not step.is_inference():
+                follower = ours.get((id(owned), id(step)), ref(step))
                 if follower is not None:
-                    self._followers[entry.number] = follower
-            for key in entry.owned.keys() - entry.staged.keys():
-                del entry.owned[key]
-            entry.owned.update(entry.staged)
-            state[entry.param] = entry.owned
+                    self._followers[number] = follower
+            for key in owned.keys() - staged.keys():
+                del owned[key]
+            owned.update(staged)
+        self._entries = self._entries._replace(staged=self._entries.owned)
         held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
         self._held = [*state, *held, *END]
 
@@ -246,7 +242,7 @@ class Snapshot:
         by then."""
         alive = {number: step for number, follower in self._followers.items() if (step := follower()) is not None}
         self._followers = {number: self._followers[number] for number in alive}
-        own = {entry.number: entry.staged["step"] for entry in self._entries}
+        own = dict(zip(self._entries.numbers, self._steps, strict=True))
         if alive:
             torch._foreach_copy_(list(alive.values()), [own[number] for number in alive])
 
@@ -260,19 +256,19 @@ class Snapshot:
         # By parameter, since groups may have exchanged theirs. None for one that is in no group any more.
         amsgrads = chain.from_iterable([kind.amsgrad] * kind.size for kind in inputs.kinds)
         amsgrad = dict(zip(map(id, inputs.params), amsgrads, strict=True))
-        for _, group, param, owned, staged in self._entries:
-            is_kept = amsgrad.get(id(param)) is self._kinds[group].amsgrad and state.get(param) is owned
-            if not is_kept or any(owned.get(key) is not staged.get(key) for key in SECOND_MOMENTS):
-                return True
-        return versions(self._averaged) != self._versions
+        _, own_groups, params, _, _ = self._entries
+        if [amsgrad.get(id(param)) for param in params] != [self._kinds[group].amsgrad for group in own_groups]:
+            return True
+        now = second_moments([state.get(param) or {} for param in params])
+        return not are_identical(now, self._averaged) or versions(now) != self._versions
 
     def take_over(self, last: Snapshot) -> None:
         """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
-        are_same = len(last._averaged) == len(self._averaged) and all(map(is_, last._averaged, self._averaged))
         # Switching amsgrad may leave the buckets as they are, with sums of the maxima or of what they are maxima of.
         divisions = ([(bucket.numbers, bucket.amsgrad) for bucket in one.buckets] for one in (last, self))
         is_same_division = next(divisions) == next(divisions)
-        if are_same and is_same_division and last._versions == self._versions:
+        are_same = are_identical(last._averaged, self._averaged) and last._versions == self._versions
+        if are_same and is_same_division:
             for bucket, before in zip(self.buckets, last.buckets, strict=True):
                 if bucket.backend is before.backend:
                     bucket.sums = before.sums
@@ -328,17 +324,17 @@ class Snapshot:
 
     def _new_entries(
         self, groups: Groups, state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
-    ) -> tuple[list[Entry], Mapping[BucketKey, list[int]]]:
+    ) -> tuple[Entries, Mapping[BucketKey, list[int]]]:
         """Returns each parameter that has state, or is going to have it, and which of them make a bucket."""
         refuse_exchanged(state, "a step")
         check_params(self._params, "all groups")
         check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
         kinds: dict[tuple[object, ...], tuple[Initializer, BucketKey]] = {}
         members: defaultdict[BucketKey, list[int]] = defaultdict(list)  # positions among the entries
-        entries: list[Entry] = []
+        entries = Entries([], [], [], [], [])
         indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
         for number, (index, param, grad) in enumerate(zip(indices, self._params, grads, strict=True)):
-            owned = state.get(param) or {}
+            owned = state.get(param) or NOTHING
             if grad is None and not has_moments(owned):
                 continue
             kind = index, param.dtype, param.device, type(param)
@@ -348,8 +344,13 @@ class Snapshot:
             initializer, key = known
             if self._is_distributed:
                 key = key._replace(sharding=sharding_in(groups[index], param, self._sharded_over))
-            members[key].append(len(entries))
-            entries.append(Entry(number, index, param, owned, initializer.state_for(param, owned)))
+            staged = initializer.state_for(param, owned)
+            members[key].append(len(entries.numbers))
+            entries.numbers.append(number)
+            entries.groups.append(index)
+            entries.params.append(param)
+            entries.owned.append(owned or staged)
+            entries.staged.append(staged)
         return entries, members
 
     def _new_kind(self, param: Tensor, group: Group) -> tuple[Initializer, BucketKey]:
@@ -361,8 +362,11 @@ class Snapshot:
 
     def _new_buckets(self, members: Mapping[BucketKey, list[int]]) -> list[Bucket]:
         # By bucket which entries are in it, None for all of them.
-        self._members = [None if len(own) == len(self._entries) else own for own in members.values()]
-        return [Bucket(key, [self._entries[i] for i in own], self.options) for key, own in members.items()]
+        self._members = [None if len(own) == len(self._entries.numbers) else own for own in members.values()]
+        pairs = zip(members, self._members, strict=True)
+        return [
+            Bucket(key, self._entries if own is None else self._entries.at(own), self.options) for key, own in pairs
+        ]
 
 
 def forms_of(grads: list[Tensor]) -> Forms:
@@ -370,15 +374,29 @@ def forms_of(grads: list[Tensor]) -> Forms:
 
 
 def resolved(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients whose memory has their own sign."""
+    """Returns gradients of which none is lazily negated: its memory would have the other sign."""
     return [None if grad is None else grad.resolve_neg() for grad in grads]
 
 
-def new_guards(tensors: list[Tensor]) -> Any:
+def second_moments(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Returns the second moments of some states, and the local parts of those that are DTensors: writes to a DTensor
+    count on it or on its local part, depending on how it was written to."""
+    held = set().union(*states)
+    keys = [key for key in SECOND_MOMENTS if key in held]
+    found = [state[key] for state in states for key in keys if key in state]
+    return [*found, *map(local_tensor, dtensors_in(found))]
+
+
+def are_identical(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
+
+
+def new_guards(tensors: Sequence[Tensor]) -> Any:
     """Returns an object whose `check` tells whether tensors still have the type, dtype, device, shape and strides.
 
     It is what torch.compile asks before it runs a graph: one call, in which a thousand tensors take 50 us, where asking
-    each for its dtype, size and strides takes 200.
+    each for its dtype, size and strides takes 200. It also tells if torch dispatches otherwise, under autocast for
+    instance.
     """
     return TENSOR_GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
