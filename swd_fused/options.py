@@ -179,6 +179,14 @@ GROUP_DEFAULTS = {**GroupOptions._field_defaults, **DecayOptions._field_defaults
 GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode", "set_grad_none")
 KNOWN_KEYS = {"params", *GROUP_OPTIONS}
 
+# Names that are too short to be taken for misspelt ones, by the options that they stand for elsewhere.
+MEANT = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    **dict.fromkeys(("adamw_wd", "adamw_decay"), "adamw_weight_decay"),
+    **dict.fromkeys(("ema", "ema_beta"), "ema_decay"),
+}
+
 
 def checks_in(table: type) -> dict[str, tuple[Check, ...]]:
     hints = get_type_hints(table, include_extras=True)
@@ -248,7 +256,7 @@ def _check_names(group: Mapping[str, Any]) -> None:
 @cache
 def _advice_on(name: str) -> str:
     """Kept, since comparing names takes long, and a group is looked at whenever one of its entries has changed."""
-    return did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
+    return did_you_mean(MEANT.get(name, name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
 
 
 # --- Checks of arguments, and of options together
@@ -258,7 +266,8 @@ def _check_compatibility(keywords: Compatibility) -> None:
     known = COMPATIBILITY_CHECKS
     for name, value in keywords.items():
         if name not in known:
-            advice = did_you_mean(name, (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *known), cutoff=0.6)
+            options = (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *known)
+            advice = did_you_mean(MEANT.get(name, name), options, cutoff=0.6)
             raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{advice}")
         for check in known[name]:
             check.require(name, value)

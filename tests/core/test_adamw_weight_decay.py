@@ -43,6 +43,7 @@ def test_calibration_steps_are_adamws_and_the_schedule_goes_on_from_there(backen
     run(params, grads[STEPS:], optimizer)
     assert optimizer.param_groups[0]["weight_decay"] == fixed
     assert optimizer.effective_weight_decay()[0] != pytest.approx(0.1, rel=1e-3)
+    assert "\nadamw_weight_decay: 0.1, for 3 steps\n" in repr(optimizer)  # as it was asked for
 
 
 @pytest.mark.backends(interpreted=False)

@@ -54,6 +54,7 @@ WHEN_MADE: list[tuple[str, Any]] = [("betas", (1.0, 0.999)), ("betas", (at_cpu(1
 MISSPELT_OR_OF_ALL = [
     *(("weigth_decay", 0.1), ("maximise", True), ("max_grad_norms", 1.0), ("schedule", "lagged"), ("decay", "l2")),
     *((name, 1) for name in ("seed", "backend", "max_grad_norm", "total_numel")),
+    *((name, 0.1) for name in ("wd", "adamw_wd", "learning_rate", "ema")),
 ]
 FOR_ALL: list[tuple[Options, str, Any]] = [
     *(({}, "max_grad_norm", value) for value in (-1.0, 0, nan, "1", True)),
@@ -203,7 +204,12 @@ def test_groups_that_are_to_be_calibrated_and_not_to_decay(group: Options) -> No
 
 
 def test_unknown_arguments() -> None:
-    for name, advice in (("weigth_decay", " Did you mean weight_decay?"), ("temperature", "")):
+    for name, advice in (
+        ("weigth_decay", " Did you mean weight_decay?"),
+        ("wd", " Did you mean weight_decay?"),
+        ("adamw_wd", " Did you mean adamw_weight_decay?"),
+        ("temperature", ""),
+    ):
         with pytest.raises(TypeError) as error:
             FusedAdamS(random_params(SHAPES), **{name: 0.1})
         assert str(error.value) == f"FusedAdamS got an unknown argument {name}=0.1.{advice}"
