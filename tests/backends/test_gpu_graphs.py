@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.devices import graphs
-from tests.backends.test_gpu import MODES, warm_up
+from tests.backends.test_gpu import MODES, captured, warm_up
 from tests.device import DEVICE
 
 pytestmark = [
@@ -120,15 +120,6 @@ def mixed(request: pytest.FixtureRequest, backend: str) -> Mixed:
     return Mixed(backend, request.param)
 
 
-def test_eager_steps_with_new_gradients_between_replays(mixed: Mixed) -> None:
-    replay = mixed.capture()
-    mixed.step()  # before the first replay: what was only captured has not been uploaded
-    for _ in range(2):
-        replay()
-        mixed.step()
-    mixed.check()
-
-
 def test_what_is_logged_is_that_of_the_last_step_whoever_took_it(mixed: Mixed) -> None:
     replays = mixed.capture(), mixed.capture(warm=False)
     for take in (*replays, mixed.step, *replays, mixed.step, mixed.step, *reversed(replays)):
@@ -138,13 +129,13 @@ def test_what_is_logged_is_that_of_the_last_step_whoever_took_it(mixed: Mixed) -
     assert logged == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_changed_lr_is_that_of_eager_steps_only(mixed: Mixed) -> None:
+def test_eager_steps_between_replays_have_their_own_gradients_and_lr(mixed: Mixed) -> None:
     replay = mixed.capture()
-    mixed.set_lr(3e-2)
-    mixed.step()
-    replay()
-    mixed.set_lr(1e-3)
-    mixed.step()
+    mixed.step()  # before the first replay: what was only captured has not been uploaded
+    for lr in (3e-2, 1e-3):
+        replay()
+        mixed.set_lr(lr)
+        mixed.step()
     replay()
     mixed.check()
 
@@ -190,9 +181,10 @@ def test_a_set_of_gradients_that_was_only_captured_is_new_to_eager_steps_and_gra
     mixed.check()
 
 
-def test_a_tensor_lr_is_read_in_each_replay(backend: str) -> None:
+@pytest.mark.parametrize("options", MODES)
+def test_a_tensor_lr_is_read_in_each_replay(backend: str, options: dict[str, Any]) -> None:
     lr = torch.tensor(1e-2)
-    mixed = Mixed(backend, {}, lr)
+    mixed = Mixed(backend, options, lr)
     replay = mixed.capture()
     for value in (3e-2, 1e-3):
         lr.fill_(value)
@@ -201,25 +193,32 @@ def test_a_tensor_lr_is_read_in_each_replay(backend: str) -> None:
     mixed.check()
 
 
-@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=str)
-def test_replays_of_bf16_steps_are_eager_steps_bit_by_bit(backend: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"master_weights": True}),
+        (torch.bfloat16, {"stochastic_rounding": True}),
+        (torch.float32, {"state_dtype": "8bit"}),
+        (torch.float32, {"state_dtype": "8bit", "schedule": "lagged"}),
+    ],
+    ids=str,
+)
+def test_replays_are_eager_steps_bit_by_bit(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Random bits follow the step count, which is on the device."""
     results = []
     for use_graph in (False, True):
         torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in SHAPES]
+        params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in [*SHAPES, (9, 512), (11, 402)]]
         optimizer = FusedAdamS(params, backend=backend, **options)
         for param in params:
             param.grad = torch.randn_like(param)
         warm_up(optimizer.step, 2)
-        step: Callable[[], object] = optimizer.step
-        if use_graph:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            step = graph.replay
+        step = captured(optimizer.step) if use_graph else optimizer.step
         for _ in range(3):
+            for param in params:
+                param.grad.mul_(-0.7)  # type: ignore[union-attr]
             step()
-        results.append([param.detach() for param in params])
+        results.append([*params, *(value for param in params for value in optimizer.state[param].values())])
     assert all(map(torch.equal, *results))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from tests.backends.test_gpu import no_waiting
 from tests.backends.test_gpu_graphs import SHAPES, Mixed
-from tests.device import DEVICE, needs_gpu
+from tests.device import needs_gpu
 from tests.runs import random_grads, random_params, run
 
 pytestmark = [needs_gpu, pytest.mark.backends(without=("torch", "cpu"), split=True)]
@@ -60,27 +60,6 @@ def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any]) -> 
             optimizer.metrics()
     assert float(so_far(optimizer)) == float(torch.tensor(0.03))
     optimizer.metrics()
-
-
-@pytest.mark.parametrize("where", ["cpu", DEVICE])
-def test_a_run_is_resumed_to_the_bit(backend: str, where: str) -> None:
-    """Also from a checkpoint that was loaded to the host."""
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
-    options: dict[str, Any] = {"backend": backend, "decay": "decoupled", "weight_decay": 0.3, "corrected_decay": True}
-    optimizer = FusedAdamS(params, lr=torch.tensor(0.03), **options)
-    run(params, grads[:2], optimizer)
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    other = FusedAdamS(others, lr=torch.tensor(0.5), **options)
-    state_dict = optimizer.state_dict()
-    group = state_dict["param_groups"][0]
-    group["largest_lr_so_far"] = group["largest_lr_so_far"].to(where)
-    other.load_state_dict(state_dict)
-    other.param_groups[0]["lr"] = other.param_groups[0]["lr"].to(DEVICE)
-    for own, tensors in ((optimizer, params), (other, others)):
-        own.param_groups[0]["lr"].fill_(0.01)
-        run(tensors, grads[2:], own)
-    assert all(map(torch.equal, params, others))
-    assert so_far(other).device == other.param_groups[0]["lr"].device  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,13 +12,10 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.backends.triton.kernels import tables
-from swd_fused.backends.triton.launch import BLOCK
-from swd_fused.backends.triton.plan import MAX_SEGMENT, segments_of
 from swd_fused.core import bucket
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES, BlockNumbers
-from tests.backends.triton_launches import launches
+from tests.backends.triton_launches import launches, rebuilt_sums
 
 BF16 = torch.bfloat16
 STEPS = 3
@@ -48,23 +43,15 @@ class Mode:
 
 MODES = {
     "exact": Mode(),
-    "lagged": Mode({"schedule": "lagged"}),
-    "clipped": Mode({"max_grad_norm": 0.5}),
-    "amsgrad": Mode({"amsgrad": True}),
+    "lagged, missing": Mode({"schedule": "lagged"}, missing=True),
     "amsgrad clipped": Mode({"amsgrad": True, "max_grad_norm": 0.5}),
     "amsgrad lagged": Mode({"amsgrad": True, "schedule": "lagged"}),
     "masters": Mode({"master_weights": True}, BF16),
-    "bf16": Mode({"seed": 5}, BF16),
     "fp16 lagged": Mode({"schedule": "lagged"}, torch.float16),
     "bf16 rounded by chance": Mode({"stochastic_rounding": True, "seed": 1 << 40}, BF16),
-    "bf16 rounded by chance lagged": Mode({"stochastic_rounding": True, "schedule": "lagged"}, BF16),
     "l2 maximized": Mode({"decay": "l2"}, group={"maximize": True, "weight_decay": 0.1}),
-    "decoupled": Mode({"decay": "decoupled"}, group={"weight_decay": 0.1}),
     "scaled": Mode(scaled=True),
-    "scaled lagged": Mode({"schedule": "lagged"}, scaled=True),
     "skipped": Mode({"skip_nonfinite": True}, is_infinite=True),
-    "missing": Mode(missing=True),
-    "missing lagged": Mode({"schedule": "lagged"}, missing=True),
 }
 
 
@@ -189,17 +176,6 @@ def test_any_layout_has_the_codes_of_the_contiguous_tensor(name: str, options: d
     assert len(states[0]) == (6 if "amsgrad" in options else 5)
 
 
-def test_row_major_tensors_take_part_as_they_are() -> None:
-    triton = train("triton", start(SHAPES), Mode(), steps=1)
-    (bucket,) = triton[1]._stepper._kept[0].buckets
-    assert bucket.plan._operands._copies == []
-    aligned = bucket.plan._operands._host_table[:, tables.TENSOR.aligned].tolist()
-    by_shape = dict(zip([tuple(param.shape) for param in bucket.params], aligned, strict=True))
-    assert by_shape[3, 512]
-    assert by_shape[2, 600]  # its last blocks are short, but a multiple of a vector
-    assert not by_shape[4, 402]
-
-
 def test_blocks_are_numbered_as_in_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards, along the first dimension and along the second, and ranks that are far apart."""
     monkeypatch.setattr(bucket, "block_numbers", lambda param, _: BlockNumbers((1 << 39) + 12345, param.numel() + 77))
@@ -207,17 +183,6 @@ def test_blocks_are_numbered_as_in_the_whole_tensor(monkeypatch: pytest.MonkeyPa
     for split in (False, True):
         with launches(split):
             assert_same(train("triton", values, Mode()), train("torch", values, Mode()), values)
-
-
-def test_the_random_bits_depend_on_seed_step_and_tensor() -> None:
-    values = [torch.full((3, 512), 0.01)] * 2
-    codes = []
-    for seed in (0, 1):
-        params, optimizer = train("triton", values, Mode({"seed": seed}), steps=1)
-        codes += [optimizer.state[param][CODES["exp_avg"]] for param in params]
-    params, optimizer = train("triton", values, Mode(), steps=2)
-    codes.append(optimizer.state[params[0]][CODES["exp_avg"]])
-    assert not any(torch.equal(codes[i], codes[j]) for i in range(5) for j in range(i))
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
@@ -244,22 +209,6 @@ def test_what_is_not_finite_stays_within_its_block(wrong: float) -> None:
         assert state[key].isfinite().sum() == 5
 
 
-def test_a_second_moment_that_is_not_zero_has_a_code() -> None:
-    """In a block of zeros the scale is 0. Beside a large one a small one has the least code."""
-    param = torch.nn.Parameter(torch.zeros(4, 512))
-    param.grad = torch.zeros(4, 512)
-    param.grad[3, :256] = 1e-9
-    param.grad[3, 7] = 1e9
-    optimizer = FusedAdamS([param], backend="triton", state_dtype="8bit")
-    optimizer.step()
-    state = optimizer.state[param]
-    codes, scales = state[CODES["exp_avg_sq"]], state[SCALES["exp_avg_sq"]]
-    assert scales.count_nonzero() == 1
-    assert codes[3, 7] == 255
-    assert codes.int().sum() == codes.numel() + 254
-    assert state[CODES["exp_avg"]].count_nonzero() == 1
-
-
 # --- Sums
 
 
@@ -268,19 +217,7 @@ def test_a_second_moment_that_is_not_zero_has_a_code() -> None:
 def test_sums_are_the_same_whether_emitted_or_rebuilt(options: dict[str, Any], split: bool) -> None:
     with launches(split):
         _, optimizer = train("triton", start(SHAPES), Mode(options), steps=2)
-        (bucket,) = optimizer._stepper._kept[0].buckets
-        parts = bucket.plan._with_sums
-        (emitted,) = (part.sums.clone() for part in parts)
-        assert optimizer._stepper._kept[0]._takes([param.grad for param in optimizer.numbered_params()])
-        bucket.backend.begin(bucket)
-        (kernel,) = (kernel for kernel, known in bucket.plan._parts.items() if known is parts)
-        bucket.plan._parts.clear()
-        (rebuilt,) = bucket.plan.parts_for(kernel, bucket)
-        if "schedule" in options:
-            bucket.plan.find_last(bucket, rebuilt, torch.empty(2, dtype=torch.float64))
-    assert rebuilt.programs == (3 if split else 1)
-    assert torch.equal(rebuilt.sums, emitted)
-    by_tensor = torch.zeros(len(SHAPES), dtype=torch.float64).index_add(0, rebuilt.segments[:, 0], emitted[:, 0])
+        bucket, by_tensor = rebuilt_sums(optimizer, programs=3 if split else 1)
     exact = [
         eight_bit.sum_of_squares(averaged, bucket.state.exp_avg_sq_scales[i], torch.float64)
         if averaged.dtype == torch.uint8
@@ -290,48 +227,3 @@ def test_sums_are_the_same_whether_emitted_or_rebuilt(options: dict[str, Any], s
     rtol = 1e-6 if "amsgrad" in options else 1e-13
     torch.testing.assert_close(by_tensor[bucket.coded], torch.stack(exact)[bucket.coded], rtol=rtol, atol=0)
     torch.testing.assert_close(by_tensor, torch.stack(exact), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}], ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any]) -> None:
-    mode = Mode(options)
-    params, optimizer = train("triton", start(SHAPES), mode, steps=2)
-    saved = copy.deepcopy([param.detach() for param in params]), copy.deepcopy(optimizer.state_dict())
-    resumed, other = train("triton", saved[0], mode, steps=0)
-    other.load_state_dict(saved[1])
-    for step in (2, 3):
-        take_step(optimizer, params, mode, step)
-        take_step(other, resumed, mode, step)
-    for param, same in zip(params, resumed, strict=True):
-        assert torch.equal(param, same)
-        assert all(torch.equal(optimizer.state[param][key], other.state[same][key]) for key in optimizer.state[param])
-    assert torch.equal(optimizer.exp_avg_sq_mean, other.exp_avg_sq_mean)
-
-
-# --- Segments
-
-CODED_MODELS = {
-    "whole blocks": {0: (4000, 768)},
-    "short last blocks": {0: (1000, 600)},
-    "one block in a row": {0: (3000, 17)},
-    "a vector": {0: (1, 1_000_003)},
-    "among others": {0: (50, 600), 1: None, 2: (300, 256), 5: None, 7: (1, 4099)},
-}
-
-
-@pytest.mark.parametrize("programs", [1, 3, 132, 1056])
-@pytest.mark.parametrize("model", CODED_MODELS.values(), ids=list(CODED_MODELS))
-def test_segments_begin_and_end_between_blocks(model: dict[int, tuple[int, int] | None], programs: int) -> None:
-    numels = {tensor: 70_001 if rows is None else rows[0] * rows[1] for tensor, rows in model.items()}
-    columns = {tensor: rows[1] for tensor, rows in model.items() if rows is not None}
-    segments, firsts = segments_of(numels, programs, columns)
-    ends = dict.fromkeys(model, 0)
-    for tensor, start, length in segments:
-        assert start == ends[tensor]
-        assert 0 < length <= MAX_SEGMENT
-        ends[tensor] += length
-        assert start % columns.get(tensor, BLOCK) % (256 if tensor in columns else BLOCK) == 0
-    assert ends == numels
-    assert firsts[0] == 0
-    assert firsts[-1] == len(segments)
-    assert all(first <= end for first, end in pairwise(firsts))

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,10 +83,10 @@ def test_a_refusal_is_known_by_what_the_driver_calls_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"skip_nonfinite": True}], ids=str)
-def test_no_step_with_a_scaler_waits_or_copies_from_pageable_memory(options: dict[str, object]) -> None:
+def test_no_step_with_a_scaler_waits_or_copies_from_pageable_memory(options: dict[str, Any]) -> None:
     """The first one neither."""
     params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
-    optimizer = FusedAdamS(params, backend="triton", **options)  # type: ignore[arg-type]
+    optimizer = FusedAdamS(params, backend="triton", **options)
     optimizer.grad_scale = torch.ones(1)  # type: ignore[attr-defined]
     optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
     torch.cuda.synchronize()
@@ -99,10 +100,10 @@ def test_no_step_with_a_scaler_waits_or_copies_from_pageable_memory(options: dic
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"amsgrad": True}], ids=str)
-def test_each_grid_is_what_the_device_holds_of_that_kernel(options: dict[str, object]) -> None:
+def test_each_grid_is_what_the_device_holds_of_that_kernel(options: dict[str, Any]) -> None:
     """More would run in a second, thin wave."""
     params, grads = random_params([(200_000,)]), random_grads([(200_000,)], 3)
-    optimizer = FusedAdamS(params, backend="triton", **options)  # type: ignore[arg-type]
+    optimizer = FusedAdamS(params, backend="triton", **options)
     run(params, grads[:1], optimizer)  # the first one is taken in passes where the schedule is lagged
     first = len(gpu.launches)
     run(params, grads[1:], optimizer)
@@ -111,3 +112,27 @@ def test_each_grid_is_what_the_device_holds_of_that_kernel(options: dict[str, ob
     for launched in steps:
         most = min(launched.resident, launch.PROGRAMS_PER_MULTIPROCESSOR)
         assert launched.grid == most * gpu.settings.multiprocessors
+        assert launched.cooperative == ("exact_step" in launched.name)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"amsgrad": True}], ids=str)
+def test_gradients_that_come_and_go_change_only_addresses(options: dict[str, Any]) -> None:
+    """One launch for each step, and two uploads at most besides the mask: addresses and limits. No pass over v."""
+    shapes = [(700,), (40, 30), (3,), (0,), (1024,)]
+    params, grads = random_params(shapes), random_grads(shapes, 7)
+    twins = [torch.nn.Parameter(param.detach().cpu()) for param in params]
+    optimizer, twin = FusedAdamS(params, backend="triton", **options), FusedAdamS(twins, backend="torch", **options)
+    for t, step_grads in enumerate(grads):
+        for i, (param, own, grad) in enumerate(zip(params, twins, step_grads, strict=True)):
+            param.grad, own.grad = (None, None) if (i + t) % 3 == 0 else (grad, grad.cpu())
+        twin.step()
+        first, before = len(gpu.launches), gpu.counts()
+        optimizer.step()
+        if t >= 4:  # all have state, and each pattern was there once
+            names = [launched.name for launched in gpu.launches[first:] if "kernel" in launched.name]
+            assert names == [f"{options.get('schedule', 'exact')}_step_kernel"]
+            after = gpu.counts()
+            assert after["h2d_pinned"] - before["h2d_pinned"] <= 3
+            assert after["sync"] == before["sync"]
+    for param, own in zip(params, twins, strict=True):
+        torch.testing.assert_close(param.cpu(), own, rtol=2e-6, atol=2e-6)

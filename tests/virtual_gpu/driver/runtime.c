@@ -11,27 +11,15 @@
 
 // --- Devices
 
-API cudaError_t cudaGetDeviceCount(int* count) {
-  *count = device_count;
-  return 0;
-}
-API cudaError_t cudaGetDevice(int* device) {
-  *device = current_device;
-  return 0;
-}
+API cudaError_t cudaGetDeviceCount(int* count) { GIVE(count, device_count); }
+API cudaError_t cudaGetDevice(int* device) { GIVE(device, current_device); }
 API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= device_count) return fail(cudaErrorInvalidDevice);
   current_device = device;
   return 0;
 }
-API cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return 0;
-}
-API cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return 0;
-}
+API cudaError_t cudaDriverGetVersion(int* version) { GIVE(version, CUDART_VERSION); }
+API cudaError_t cudaRuntimeGetVersion(int* version) { GIVE(version, CUDART_VERSION); }
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "virtual H100");
@@ -62,10 +50,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int device) {
 API cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int device) {
   return (cudaError_t)cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, device);
 }
-API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = 1;
-  return 0;
-}
+API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) { GIVE(can, 1); }
 API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return 0; }
 API cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
   snprintf(id, size, "0000:%02x:00.0", device + 1);
@@ -97,28 +82,16 @@ API cudaError_t cudaGetLastError(void) {
 }
 API cudaError_t cudaPeekAtLastError(void) { return last_error; }
 API const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorNotReady:
-      return "device not ready";
-    case cudaErrorLaunchFailure:
-      return "a kernel or operation failed on the virtual GPU: its traceback is on stderr";
-    case cudaErrorNotSupported:
-      return "the virtual GPU cannot do this: what it was is on stderr";
-    case cudaErrorStreamCaptureUnsupported:
-      return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureUnmatched:
-      return "capture was not begun on this stream";
-    case cudaErrorCapturedEvent:
-      return "operation not permitted on an event last recorded in a capturing stream";
-    default:
-      return "an error of the virtual GPU";
-  }
+  return error == cudaSuccess                         ? "no error"
+         : error == cudaErrorMemoryAllocation         ? "out of memory"
+         : error == cudaErrorInvalidDevice            ? "invalid device ordinal"
+         : error == cudaErrorNotReady                 ? "device not ready"
+         : error == cudaErrorLaunchFailure            ? "a kernel or operation failed: its traceback is on stderr"
+         : error == cudaErrorNotSupported             ? "the virtual GPU cannot do this: what it was is on stderr"
+         : error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+         : error == cudaErrorStreamCaptureUnmatched   ? "capture was not begun on this stream"
+         : error == cudaErrorCapturedEvent            ? "operation not permitted on an event of a capturing stream"
+                                                      : "an error of the virtual GPU";
 }
 API const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
 
@@ -243,8 +216,7 @@ API cudaError_t cudaMemset(void* to, int value, size_t size) { return cudaMemset
 // --- Streams and events
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  *stream = (cudaStream_t)new_stream();
-  return 0;
+  GIVE(stream, (cudaStream_t)new_stream());
 }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
@@ -254,10 +226,7 @@ API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   run_until(stream_of(stream), stream_of(stream)->count);
   return 0;
 }
-API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
-  *priority = 0;
-  return 0;
-}
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { GIVE(priority, 0); }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   REFUSE_IN_CAPTURE("cudaStreamSynchronize");
   return wait_for(stream_of(stream));
@@ -280,10 +249,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
   push(s, (Op){.kind = WAIT, .other = e->stream, .position = e->position});
   return 0;
 }
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  *event = calloc(1, sizeof(Event));
-  return 0;
-}
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) { GIVE(event, calloc(1, sizeof(Event))); }
 API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { return 0; }
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -329,8 +295,7 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   return *graph ? 0 : fail(cudaErrorStreamCaptureUnmatched);
 }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus* status) {
-  *status = stream_of(stream)->graph ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return 0;
+  GIVE(status, stream_of(stream)->graph ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone);
 }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status,
                                          unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes,
@@ -351,8 +316,7 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* 
 }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
                                               unsigned long long flags) {
-  *executable = (cudaGraphExec_t)graph;
-  return 0;
+  GIVE(executable, (cudaGraphExec_t)graph);
 }
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   Graph* graph = (Graph*)executable;
@@ -362,8 +326,7 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream)
 API cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return 0; }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) { return 0; }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
-  *count = ((Graph*)graph)->count;
-  return 0;
+  GIVE(count, ((Graph*)graph)->count);
 }
 
 // --- The driver's functions, by name
