@@ -175,8 +175,7 @@ def main() -> int:
     comparing.add_argument("files", type=Path, nargs=2)
     comparing.set_defaults(run=lambda options: compare(*options.files))
     options = parser.parse_args()
-    result: int = options.run(options)
-    return result
+    return int(options.run(options))
 
 
 if __name__ == "__main__":

@@ -24,18 +24,16 @@ class MachineCode:
 
     `stack_bytes` is memory of each lane's own, `spills` the instructions that use it (on AMD: the registers spilled),
     and `spills_in_loops` those of them in loops that contain no other (NVIDIA only).
-    `synchronising` has atomics, and loads and stores with an order, by opcode. `bytes_in_flight` has what one lane has
-    on its way from memory at once, for each loop over whole blocks (NVIDIA only).
+    Atomics, and loads and stores with an order, do not count. `bytes_in_flight` has what one lane has on its way from
+    memory at once, for each loop over whole blocks (NVIDIA only).
     """
 
     registers: int
     stack_bytes: int
     spills: int
     spills_in_loops: int = 0
-    instructions: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
-    synchronising: Counter[str] = field(default_factory=Counter)
     bytes_in_flight: list[int] = field(default_factory=list)
 
 
@@ -64,14 +62,11 @@ def _cuobjdump(option: str, path: Path) -> str:
 
 def _count_sass(code: MachineCode, opcode: str) -> None:
     base, *modifiers = opcode.split(".")
-    code.instructions += base != "NOP"
     if base in ("LDL", "STL"):
         code.spills += 1
-    elif base in ("ATOM", "ATOMG", "RED", "REDG") or (base in ("LDG", "STG", "LD", "ST") and "STRONG" in modifiers):
-        code.synchronising[opcode] += 1
-    elif base in ("LDG", "LD"):
+    elif base in ("LDG", "LD") and "STRONG" not in modifiers:
         code.loads[_sass_width(modifiers)] += 1
-    elif base in ("STG", "ST"):
+    elif base in ("STG", "ST") and "STRONG" not in modifiers:
         code.stores[_sass_width(modifiers)] += 1
 
 
@@ -105,11 +100,6 @@ AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short"
 
 def _count_amd(code: MachineCode, line: str) -> None:
     opcode = line.split()[0]
-    code.instructions += 1
-    if re.match(r"(global|buffer|flat)_atomic", opcode):
-        code.synchronising[opcode] += 1
-    elif access := re.match(r"(?:global|buffer|flat)_(load|store)_[us]?(dwordx[234]|dword|short|byte)", opcode):
-        if re.search(r"\bsc[01]\b", line):  # past the caches: a load or store with an order
-            code.synchronising[opcode] += 1
-        else:
-            (code.loads if access[1] == "load" else code.stores)[AMD_WIDTHS[access[2]]] += 1
+    access = re.match(r"(?:global|buffer|flat)_(load|store)_[us]?(dwordx[234]|dword|short|byte)", opcode)
+    if access and not re.search(r"\bsc[01]\b", line):  # else past the caches: with an order
+        (code.loads if access[1] == "load" else code.stores)[AMD_WIDTHS[access[2]]] += 1

@@ -50,6 +50,7 @@ PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
 class Configuration(NamedTuple):
     dtypes: Dtypes
     variant: Variant = PLAIN
+    sum_grads: bool = True
 
 
 CONFIGURATIONS = {
@@ -90,9 +91,9 @@ class Binary(NamedTuple):
 
 
 @functools.cache
-def submit(kernel: str, arch: int | str, configuration: str) -> Future[Binary]:
-    """Compiling goes on in other processes; kernels and configurations are named."""
-    return _processes().submit(compile_kernel, kernel, arch, CONFIGURATIONS[configuration])
+def submit(kernel: str, arch: int | str, configuration: Configuration) -> Future[Binary]:
+    """Compiling goes on in other processes, to which kernels go by name."""
+    return _processes().submit(compile_kernel, kernel, arch, configuration)
 
 
 @functools.cache
@@ -102,8 +103,8 @@ def _processes() -> ProcessPoolExecutor:
 
 def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> Binary:
     kernel = getattr(kernels, name)
-    dtypes, variant = configuration
-    constants = constants_for(dtypes, variant, sum_grads=True)
+    dtypes, variant, sum_grads = configuration
+    constants = constants_for(dtypes, variant, sum_grads)
     names = kernel.arg_names
     types = argument_types()
     source = ASTSource(

@@ -93,49 +93,26 @@ def compile_store(instruction: Instruction, operands: Operands) -> Execute:
     return execute
 
 
-ATOMIC = {
-    "add": lambda old, x, y: old + x,
-    "min": lambda old, x, y: np.fmin(old, x),
-    "max": lambda old, x, y: np.fmax(old, x),
-    "and": lambda old, x, y: old & x,
-    "or": lambda old, x, y: old | x,
-    "xor": lambda old, x, y: old ^ x,
-    "exch": lambda old, x, y: x,
-    "cas": lambda old, x, y: np.where(old == x, y, old),
-}
-
-
 def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
-    """atom and red. Lanes take their turns in order, as some order is all that a GPU promises."""
+    """atom.add. Lanes take their turns in order, as some order is all that a GPU promises."""
+    if "add" not in instruction.parts or space_of(instruction) != "global":
+        raise NotImplementedError(instruction.text)
     kind = type_of(instruction.opcode)
-    returns = instruction.base == "atom"
-    write = operands.write(instruction.operands[0], kind) if returns else None
-    where, *sources = instruction.operands[1:] if returns else instruction.operands
-    address = operands.address(where)
-    reads = [operands.read(s, kind) for s in sources]
-    change = ATOMIC[next(p for p in instruction.parts if p in ATOMIC)]
-    space = space_of(instruction)
-    size = kind.width // 8
+    target, where, source = instruction.operands
+    write, address, read = operands.write(target, kind), operands.address(where), operands.read(source, kind)
 
     def execute(state: State, lanes: Lanes) -> None:
         at = address(state, lanes)
-        check(state, lanes, at, size, READABLE | WRITABLE, space, instruction)
-        bank = state.memory
-        if space == "shared":
-            bank, at = state.shared, at + state.shared_base[lanes]
-        else:
-            synchronise(state, lanes, at, instruction)
-        sources = [np.broadcast_to(read(state, lanes), at.shape) for read in reads]
-        first, second = sources[0], sources[-1]
+        check(state, lanes, at, kind.width // 8, READABLE | WRITABLE, "global", instruction)
+        synchronise(state, lanes, at, instruction)
+        added = np.broadcast_to(read(state, lanes), at.shape)
         old_values = np.zeros(at.size, UNSIGNED[kind.width])
         for i in range(at.size):
             here = at[i : i + 1]
-            old = bank.load(here, kind.width, 0)
+            old = state.memory.load(here, kind.width, 0)
             old_values[i] = old[0]
-            new = change(kind.values(old), first[i : i + 1], second[i : i + 1])
-            bank.store(here, kind.width, 0, kind.bits(new))
-        if write is not None:
-            write(state, lanes, kind.values(old_values))
+            state.memory.store(here, kind.width, 0, kind.bits(kind.values(old) + added[i : i + 1]))
+        write(state, lanes, kind.values(old_values))
 
     return execute
 
@@ -156,7 +133,7 @@ def check(state: State, lanes: Lanes, at: Array, size: int, right: int, space: s
             bad = (at < 0) | (at + size > state.shared_size)
             _stop(state, lanes, at, bad, f"outside the {state.shared_size} bytes of shared memory:", instruction)
     elif (bad := state.memory.check(at, size, right)) is not None:
-        what = "outside every array that was put into memory, or not writable:"
+        what = "outside of what the kernel was given, or not writable:"
         _stop(state, lanes, at, bad, what, instruction)
 
 

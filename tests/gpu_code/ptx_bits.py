@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from .ptx_compute import apply
@@ -27,20 +25,6 @@ def compile_shift(instruction: Instruction, operands: Operands) -> Execute:
     return apply(instruction, operands, shift, kind, kind, TYPES["u32"])
 
 
-def compile_funnel_shift(instruction: Instruction, operands: Operands) -> Execute:
-    """shf: 32 bits out of two registers."""
-    left, wrap = "l" in instruction.parts, "wrap" in instruction.parts
-
-    def shift(low: Array, high: Array, by: Array) -> Array:
-        both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-        by = (by & np.uint32(31)) if wrap else np.minimum(by, np.uint32(32))
-        by = by.astype(np.uint64)
-        return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
-
-    word = TYPES["b32"]
-    return apply(instruction, operands, shift, word, word, word, word)
-
-
 def compile_bit_field(instruction: Instruction, operands: Operands) -> Execute:
     """bfe: some bits of a number, with the sign of the highest for signed types."""
     kind = type_of(instruction.opcode)
@@ -56,23 +40,6 @@ def compile_bit_field(instruction: Instruction, operands: Operands) -> Execute:
         return field.astype(x.dtype)
 
     return apply(instruction, operands, extract, kind, kind, TYPES["u32"], TYPES["u32"])
-
-
-def compile_logic(instruction: Instruction, operands: Operands) -> Execute:
-    """lop3: any function of three bits, given as a table of eight."""
-    *inputs, last = instruction.operands
-    table = operands.constant(last)
-
-    def look_up(a: Array, b: Array, c: Array) -> Array:
-        result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-        return result
-
-    word = TYPES["b32"]
-    three = replace(instruction, operands=tuple(inputs))
-    return apply(three, operands, look_up, word, word, word, word)
 
 
 def compile_permute(instruction: Instruction, operands: Operands) -> Execute:

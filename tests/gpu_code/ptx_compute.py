@@ -1,8 +1,6 @@
 """Instructions that only calculate. Each compiler returns a function of the state and the executing lanes.
 
-Approximate division, square root, reciprocal, exponential and logarithm are taken as correctly rounded: a GPU may be an
-ulp or two away. `.ftz` flushes as on the GPU. A rounding that is not known is refused rather than
-ignored.
+Known is what the package's kernels are compiled to. Whatever else turns up is refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -13,24 +11,18 @@ from collections.abc import Callable
 import numpy as np
 
 from .ptx_parser import Instruction, elements
-from .ptx_rounding import add_round_to_odd, flush_subnormals, fma
+from .ptx_rounding import fma
 from .ptx_state import Execute, Lanes, Operands, State
-from .ptx_types import SIGNED, TYPES, UNSIGNED, Array, Type, truncate_to_float32, type_of, types_in
+from .ptx_types import SIGNED, TYPES, UNSIGNED, Array, Type, type_of, types_in
 
 Calculate = Callable[..., Array]
 
 UNARY: dict[str, Calculate] = {
     "sqrt": np.sqrt,
-    "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(x.dtype),
-    "rcp": lambda x: x.dtype.type(1) / x,
-    "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(x.dtype),
-    "lg2": lambda x: np.log2(x.astype(np.float64)).astype(x.dtype),
     "neg": np.negative,
     "abs": np.abs,
     "not": np.invert,
-    "popc": np.bitwise_count,
     "mov": lambda x: x,
-    "cvta": lambda x: x,
 }
 
 BINARY: dict[str, Calculate] = {
@@ -41,8 +33,6 @@ BINARY: dict[str, Calculate] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "rem": np.fmod,
-    "copysign": lambda sign, magnitude: np.copysign(magnitude, sign),
 }
 
 
@@ -57,10 +47,6 @@ COMPARE: dict[str, Calculate] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
-    "lo": operator.lt,
-    "ls": operator.le,
-    "hi": operator.gt,
-    "hs": operator.ge,
     "equ": _unordered(operator.eq),
     "neu": operator.ne,
     "ltu": _unordered(operator.lt),
@@ -73,40 +59,20 @@ COMPARE: dict[str, Calculate] = {
 
 TO_INTEGRAL: dict[str, Calculate] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
-
-EXACT_OR_ODD: dict[str, Calculate] = {
-    "add": lambda a, b: add_round_to_odd(a.astype(np.float64), b.astype(np.float64)),
-    "sub": lambda a, b: add_round_to_odd(a.astype(np.float64), -b.astype(np.float64)),
-    "mul": lambda a, b: a.astype(np.float64) * b.astype(np.float64),
-    "fma": fma,
-}
-
-
-def rounded_as_asked(instruction: Instruction, calculate: Calculate) -> Calculate:
-    """To nearest even is what NumPy and the types do; toward zero is known for fp32; anything else is refused."""
-    asked = {"rz", "rm", "rp", "rna", "sat", "relu"}.intersection(instruction.parts)
-    if not asked:
-        return calculate
-    if asked != {"rz"} or instruction.base not in EXACT_OR_ODD or type_of(instruction.opcode).name != "f32":
-        raise NotImplementedError(f"only rounding to nearest even is known: {instruction.text}")
-    return lambda *sources: truncate_to_float32(EXACT_OR_ODD[instruction.base](*sources))
+# To nearest even is what NumPy and the types do.
+OTHER_MODES = {"rz", "rm", "rp", "rna", "sat", "relu", "ftz", "approx", "hi", "NaN"}
 
 
 def apply(instruction: Instruction, operands: Operands, calculate: Calculate, *kinds: Type) -> Execute:
     """The first of `kinds` is the result's, the others are those of the sources."""
-    calculate = rounded_as_asked(instruction, calculate)
+    if not OTHER_MODES.isdisjoint(instruction.parts):
+        raise NotImplementedError(f"only rounding to nearest even is known: {instruction.text}")
     wider = instruction.base == "cvt"
     write = operands.write(instruction.operands[0], kinds[0], wider=wider)
     sources = instruction.operands[1:]
     if len(sources) != len(kinds) - 1:
         raise NotImplementedError(f"{len(kinds) - 1} sources are wanted: {instruction.text}")
     reads = [operands.read(operand, kind, wider=wider) for operand, kind in zip(sources, kinds[1:], strict=True)]
-    if "ftz" in instruction.parts:
-        exact = calculate
-
-        def calculate(*sources: Array) -> Array:
-            return flush_subnormals(exact(*map(flush_subnormals, sources)).astype(np.float32))
-
     if len(reads) == 1:
         (only,) = reads
         return lambda state, lanes: write(state, lanes, calculate(only(state, lanes)))
@@ -118,21 +84,12 @@ def apply(instruction: Instruction, operands: Operands, calculate: Calculate, *k
 
 def compile_unary(instruction: Instruction, operands: Operands) -> Execute:
     kind = type_of(instruction.opcode)
-    result = TYPES["u32"] if instruction.base == "popc" else kind
-    return apply(instruction, operands, UNARY[instruction.base], result, kind)
+    return apply(instruction, operands, UNARY[instruction.base], kind, kind)
 
 
 def compile_binary(instruction: Instruction, operands: Operands) -> Execute:
-    """On sm_100 add.f32.bf16 adds fp32 to bf16, only the first source being narrow, and min and max take three."""
-    *result, kind = types_in(instruction.opcode)
-    calculate = BINARY[instruction.base]
-    if result:
-        return apply(instruction, operands, calculate, *result, kind, *result)
-    if "NaN" in instruction.parts:
-        calculate = {"min": np.minimum, "max": np.maximum}[instruction.base]
-    if instruction.base in ("min", "max") and len(instruction.operands) == 4:
-        return apply(instruction, operands, lambda a, b, c: calculate(calculate(a, b), c), kind, kind, kind, kind)
-    return apply(instruction, operands, calculate, kind, kind, kind)
+    kind = type_of(instruction.opcode)
+    return apply(instruction, operands, BINARY[instruction.base], kind, kind, kind)
 
 
 def compile_move(instruction: Instruction, operands: Operands) -> Execute:
@@ -168,7 +125,7 @@ def compile_move(instruction: Instruction, operands: Operands) -> Execute:
 
 
 def compile_multiply(instruction: Instruction, operands: Operands) -> Execute:
-    """mul, mad and fma: floats round once, integers keep the low half, the high half or both.
+    """mul, mad and fma: floats round once, integers keep the low half or both.
 
     On sm_100 fma.f32.bf16 multiplies bf16 and adds fp32.
     """
@@ -189,13 +146,6 @@ def compile_multiply(instruction: Instruction, operands: Operands) -> Execute:
             return product if c is None else product + c
 
         return apply(instruction, operands, multiply_wide, wide, kind, kind, *([wide] if three else []))
-    if "hi" in instruction.parts:
-
-        def multiply_high(a: Array, b: Array, c: Array | None = None) -> Array:
-            high = ((a.astype(object) * b.astype(object)) >> kind.width).astype(a.dtype)
-            return high if c is None else high + c
-
-        return apply(instruction, operands, multiply_high, *[kind] * (4 if three else 3))
     calculate = (lambda a, b, c: a * b + c) if three else np.multiply
     return apply(instruction, operands, calculate, *[kind] * (4 if three else 3))
 
@@ -222,10 +172,9 @@ def compile_compare(instruction: Instruction, operands: Operands) -> Execute:
     targets = [operands.write(t.strip(), TYPES["pred"]) for t in instruction.operands[0].split("|")]
     left, right = (operands.read(o, kind) for o in instruction.operands[1:3])
     further = read_predicate(operands, instruction.operands[3]) if combine else None
-    flush = flush_subnormals if "ftz" in instruction.parts else (lambda x: x)
 
     def execute(state: State, lanes: Lanes) -> None:
-        result = compare(flush(left(state, lanes)), flush(right(state, lanes)))
+        result = compare(left(state, lanes), right(state, lanes))
         for write, outcome in zip(targets, (result, ~result), strict=False):
             write(state, lanes, outcome if combine is None else combine(outcome, further(state, lanes)))
 
@@ -272,14 +221,3 @@ def _saturate(x: Array, target: Type) -> Array:
     x = np.where(np.isnan(x), 0, x.astype(np.float64))
     inside = np.clip(x, float(lowest), np.nextafter(float(highest) + 1, 0))
     return np.where(x > highest, dtype(highest), inside.astype(dtype))
-
-
-def compile_nothing(instruction: Instruction, operands: Operands) -> Execute:
-    """Fences and hints: execution here is sequentially consistent, and nothing is cached."""
-    return lambda state, lanes: None
-
-
-def compile_policy(instruction: Instruction, operands: Operands) -> Execute:
-    """createpolicy: a cache hint, which loads and stores here ignore."""
-    write = operands.write(instruction.operands[0], TYPES["b64"])
-    return lambda state, lanes: write(state, lanes, np.zeros(1, np.uint64))

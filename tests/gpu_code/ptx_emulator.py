@@ -1,9 +1,8 @@
 """Run unmodified PTX on the CPU with NumPy: every thread of the grid is a lane, lanes at one instruction go together.
 
-    memory = Memory()
-    x = memory.put(np.arange(1000, dtype=np.float32))
-    statistics = Kernel(compiled.asm["ptx"]).run(memory, [x, 1000], programs=4, threads=128, shared_bytes=64)
-    memory.get(x, 1000, np.float32)
+    x = np.arange(1000, dtype=np.float32)
+    memory = Memory([span_of(x)])
+    Kernel(compiled.asm["ptx"]).run(memory, [x.ctypes.data, 1000], programs=4, threads=128, shared_bytes=64)
 
 It shows what the compiled code computes, that every access is inside an array and aligned, and how many bytes, sectors
 and instructions that took. Memory is sequentially consistent and the order of lanes fixed; a `seed` gives another order
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .ptx_access import compile_atomic, compile_load, compile_store
-from .ptx_bits import compile_bit_field, compile_funnel_shift, compile_logic, compile_permute, compile_shift
+from .ptx_bits import compile_bit_field, compile_permute, compile_shift
 from .ptx_compute import (
     BINARY,
     UNARY,
@@ -29,20 +28,18 @@ from .ptx_compute import (
     compile_divide,
     compile_move,
     compile_multiply,
-    compile_nothing,
-    compile_policy,
     compile_select,
     compile_unary,
 )
-from .ptx_memory import AccessError, Memory, Statistics
+from .ptx_memory import AccessError, Memory, Statistics, span_of
 from .ptx_parser import Instruction, Parameter, parse
 from .ptx_races import RaceError, Races
 from .ptx_scheduler import Scheduler, Step
 from .ptx_state import WARP, Execute, Operands, State
 from .ptx_types import TYPES, Array
-from .ptx_warp import compile_matrix_access, compile_shuffle, compile_warp_reduction
+from .ptx_warp import compile_shuffle, compile_warp_reduction
 
-__all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics"]
+__all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics", "span_of"]
 
 Compiler = Callable[[Instruction, Operands], Execute]
 
@@ -51,23 +48,18 @@ COMPILERS: dict[str, Compiler] = {
     **dict.fromkeys(BINARY, compile_binary),
     **dict.fromkeys(("mul", "mad", "fma"), compile_multiply),
     **dict.fromkeys(("shl", "shr"), compile_shift),
-    **dict.fromkeys(("atom", "red"), compile_atomic),
-    **dict.fromkeys(("membar", "fence", "nanosleep", "griddepcontrol", "prefetch"), compile_nothing),
+    "atom": compile_atomic,
     "ld": compile_load,
     "st": compile_store,
     "mov": compile_move,
     "div": compile_divide,
-    "shf": compile_funnel_shift,
     "bfe": compile_bit_field,
-    "lop3": compile_logic,
     "prmt": compile_permute,
     "setp": compile_compare,
     "selp": compile_select,
     "cvt": compile_convert,
     "shfl": compile_shuffle,
     "redux": compile_warp_reduction,
-    **dict.fromkeys(("ldmatrix", "stmatrix"), compile_matrix_access),
-    "createpolicy": compile_policy,
 }
 
 
@@ -119,8 +111,6 @@ class Kernel:
         parameters = pack(self.code.parameters, args)
         state = State(self.code, memory, parameters, programs, threads, shared_bytes)
         if find_races:
-            if any(i.base in ("fence", "membar") for i in self.code.instructions):
-                raise NotImplementedError("races are followed through release and acquire, not through fences")
             state.races = Races(memory, programs, threads)
         with np.errstate(all="ignore"):
             Scheduler(self.steps, state, threads, seed, most_instructions).run()

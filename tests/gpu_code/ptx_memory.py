@@ -1,9 +1,12 @@
-"""The memory of a run: global arrays with gaps between them, shared memory, and what each access costs."""
+"""The memory of a run: what a kernel may touch of this process's memory, shared memory, and what accesses cost."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +14,7 @@ from .ptx_types import UNSIGNED, Array
 
 SECTOR = 32  # bytes; the unit in which the memory of an NVIDIA GPU is read and written
 READABLE, WRITABLE = 1, 2
-GAP = 256  # bytes after each array that nothing may touch; wider than any access
+FIRST, LAST = 1 << 12, 1 << 47  # addresses of a process
 
 
 class AccessError(RuntimeError):
@@ -21,47 +24,59 @@ class AccessError(RuntimeError):
 class Bank:
     """Bytes with a typed view for each width: an aligned access is one NumPy index."""
 
-    def __init__(self, size: int) -> None:
-        self.bytes = np.zeros(-(-size // 64) * 64, np.uint8)
-        self.size = size
-        self.by_width = {width: self.bytes.view(dtype) for width, dtype in UNSIGNED.items()}
+    def __init__(self, raw: Array, base: int = 0) -> None:
+        self.base = base
+        self.by_width = {width: raw.view(dtype) for width, dtype in UNSIGNED.items()}
 
     def load(self, address: Array, width: int, element: int) -> Array:
-        return self.by_width[width][address // (width // 8) + element]
+        return self.by_width[width][(address - self.base) // (width // 8) + element]
 
     def store(self, address: Array, width: int, element: int, bits: Array) -> None:
-        self.by_width[width][address // (width // 8) + element] = bits
+        self.by_width[width][(address - self.base) // (width // 8) + element] = bits
+
+
+class Span(NamedTuple):
+    start: int
+    size: int
+    rights: int = READABLE | WRITABLE
+
+
+def span_of(array: Array, rights: int = READABLE | WRITABLE) -> Span:
+    return Span(array.ctypes.data, array.nbytes, rights)
 
 
 class Memory(Bank):
-    """Global memory. Addresses are plain numbers; 0 to 4095 belong to nobody, as do the gaps."""
+    """Global memory: spans of this process's memory, at their addresses. Nothing else may be touched."""
 
-    def __init__(self, capacity: int = 1 << 26) -> None:
-        super().__init__(capacity)
-        self.access = np.zeros(self.bytes.size, np.uint8)
-        self.top = 4096
-
-    def put(self, array: Array, *, offset: int = 0, writable: bool = True) -> int:
-        """Copy an array in and return its address, `offset` bytes past a multiple of 256."""
-        raw = np.ascontiguousarray(array).view(np.uint8).ravel()
-        start = -(-(self.top + GAP) // 256) * 256 + offset
-        end = start + raw.size
-        if end + GAP > self.size:
-            raise MemoryError(f"{raw.size} bytes do not fit: ask for more than Memory({self.size})")
-        self.bytes[start:end] = raw
-        self.access[start:end] = READABLE | (WRITABLE if writable else 0)
-        self.top = end
-        return start
-
-    def get(self, address: int, count: int, dtype: type | np.dtype) -> Array:
-        return self.bytes[address : address + count * np.dtype(dtype).itemsize].view(dtype).copy()
+    def __init__(self, spans: Iterable[Span]) -> None:
+        super().__init__(_whole_process(), FIRST)
+        rights: dict[int, Span] = {}
+        for span in spans:
+            known = rights.get(span.start, Span(span.start, 0, 0))
+            rights[span.start] = Span(span.start, max(span.size, known.size), span.rights | known.rights)
+        self.spans = sorted(span for span in rights.values() if span.size)
+        self.starts, self.sizes, self.rights = (np.array(values, np.int64) for values in zip(*self.spans, strict=True))
+        self.places = np.cumsum(self.sizes) - self.sizes
 
     def check(self, address: Array, size: int, right: int) -> Array | None:
-        """Which lanes may not do this; None if all may. Arrays are far apart: both ends inside is all inside."""
-        if address.size and (address.min() < 0 or address.max() + size > self.size):
-            return (address < 0) | (address + size > self.size)
-        bad = (self.access[address] & self.access[address + (size - 1)] & right) == 0
+        """Which lanes may not do this; None if all may."""
+        span = self._span_of(address)
+        outside = (address < self.starts[span]) | (address + size > self.starts[span] + self.sizes[span])
+        bad = outside | (self.rights[span] & right != right)
         return bad if bad.any() else None
+
+    def place(self, address: Array) -> Array:
+        """Returns where addresses are if the spans are put side by side."""
+        span = self._span_of(address)
+        return address - self.starts[span] + self.places[span]
+
+    def _span_of(self, address: Array) -> Array:
+        return np.maximum(np.searchsorted(self.starts, address, side="right") - 1, 0)
+
+
+def _whole_process() -> Array:
+    """Returns a view of all addresses. Most of them lead nowhere: who reads there crashes the process."""
+    return np.frombuffer((ctypes.c_uint8 * (LAST - FIRST)).from_address(FIRST), np.uint8)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .ptx_calls import body_from, write_out_calls
 from .ptx_types import TYPES
 
 CLASS_WIDTH = {name: t.width for name, t in TYPES.items()}
@@ -72,11 +71,20 @@ def parse(ptx: str, name: str | None = None) -> Code:
     if entry is None:
         raise ValueError(f"no kernel {name or ''} in the PTX: looked for .entry NAME(...)")
     code = Code(entry[1], _parameters(entry[2]))
-    body = write_out_calls(body_from(text, entry.end()), text)
+    body = _body_from(text, entry.end())
     _shared_symbols(text, code)
     _registers(body, code)
     _instructions(body, code)
     return code
+
+
+def _body_from(text: str, start: int) -> str:
+    """Returns what stands between the brace that ends before `start` and its partner."""
+    depth, end = 1, start
+    while depth:
+        depth += (text[end] == "{") - (text[end] == "}")
+        end += 1
+    return text[start : end - 1]
 
 
 def _parameters(text: str) -> list[Parameter]:

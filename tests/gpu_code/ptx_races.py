@@ -23,7 +23,8 @@ class RaceError(RuntimeError):
 
 class Races:
     def __init__(self, memory: Memory, programs: int, threads: int) -> None:
-        lanes, size = programs * threads, memory.top
+        lanes, size = programs * threads, int(memory.sizes.sum())
+        self.memory = memory
         self.threads = threads
         self.known = np.zeros((lanes, lanes), np.int32)
         np.fill_diagonal(self.known, 1)
@@ -32,14 +33,14 @@ class Races:
         self.reader, self.read_at = np.full((programs, size), NOBODY), np.zeros((programs, size), np.int32)
 
     def read(self, lane: Array, address: Array, size: int, instruction: Instruction) -> None:
-        for byte in (address + i for i in range(size)):
+        for byte in self.memory.place(address) + np.arange(size)[:, None]:
             self._require(lane, self.writer[byte], self.written[byte], "read what", "wrote", instruction)
             program = lane // self.threads
             self.reader[program, byte] = lane
             self.read_at[program, byte] = self.known[lane, lane]
 
     def write(self, lane: Array, address: Array, size: int, instruction: Instruction) -> None:
-        for byte in (address + i for i in range(size)):
+        for byte in self.memory.place(address) + np.arange(size)[:, None]:
             self._require(lane, self.writer[byte], self.written[byte], "overwrites what", "wrote", instruction)
             for reader, read_at in zip(self.reader, self.read_at, strict=True):
                 self._require(lane, reader[byte], read_at[byte], "overwrites what", "read", instruction)

@@ -1,4 +1,4 @@
-"""Fused multiply-add with one rounding, and flushing of subnormal numbers, on NumPy arrays.
+"""Fused multiply-add with one rounding, on NumPy arrays.
 
 A product of two fp32, bf16 or fp16 numbers is exact in float64. Its sum with the third is not: rounding it to float64
 and then to fp32 would be wrong about once in 2^29. So the sum is rounded to odd (toward zero, last bit set if anything
@@ -75,8 +75,3 @@ def _nearest_float64(exact: Fraction) -> float:
         return float(exact)
     except OverflowError:
         return float("inf") if exact > 0 else float("-inf")
-
-
-def flush_subnormals(x: Array) -> Array:
-    """What .ftz does to fp32 operands and results: zero of the same sign."""
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)

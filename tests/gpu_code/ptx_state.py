@@ -28,7 +28,7 @@ class State:
         self.memory = memory
         self.parameters = parameters
         self.shared_size = code.static_shared_bytes + shared
-        self.shared = Bank(programs * self._shared_stride())
+        self.shared = Bank(np.zeros(programs * self._shared_stride(), np.uint8))
         self.statistics = Statistics()
         self.races: Races | None = None
         self.registers = [np.zeros(n, bool if width == 1 else UNSIGNED[width]) for width in code.registers.values()]

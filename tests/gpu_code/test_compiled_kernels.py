@@ -15,7 +15,7 @@ from swd_fused.backends.triton.launch import FEW_SPILLS, Launcher, resident_prog
 
 from .offline_compiler import ARCHITECTURES, CONFIGURATIONS, FURTHER_ARCHITECTURES, submit
 
-CODED = [configuration for configuration, (_, variant) in CONFIGURATIONS.items() if variant.coded]
+CODED = [configuration for configuration, (_, variant, _) in CONFIGURATIONS.items() if variant.coded]
 KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
 CASES = [
     *(("exact_step_kernel", arch, configuration) for configuration in CONFIGURATIONS for arch in ARCHITECTURES),
@@ -103,13 +103,13 @@ def _all_submitted(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         case = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path == request.path and "kernel" in case:
-            submit(case["kernel"], case["arch"], case["configuration"])
+            submit(case["kernel"], case["arch"], CONFIGURATIONS[case["configuration"]])
 
 
 @cases()
 def test_nothing_is_spilled_in_loops(kernel: str, arch: int | str, configuration: str) -> None:
     """A few scalars of a segment may be, around them."""
-    binary = submit(kernel, arch, configuration).result()
+    binary = submit(kernel, arch, CONFIGURATIONS[configuration]).result()
     case = kernel, arch, configuration
     if case in SCALARS_SPILLED:
         assert (binary.code.spills <= 16, binary.code.stack_bytes) == (True, 0)
@@ -123,7 +123,7 @@ def test_nothing_is_spilled_in_loops(kernel: str, arch: int | str, configuration
 @cases(has_loops_in_sass)
 def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: int, configuration: str) -> None:
     """From registers, the programs that are resident with them, and loads that do not wait for one another."""
-    binary = submit(kernel, arch, configuration).result()
+    binary = submit(kernel, arch, CONFIGURATIONS[configuration]).result()
     device = SimpleNamespace(
         max_threads_per_multi_processor=THREADS_OF_MULTIPROCESSOR.get(arch, 2048),
         regs_per_multiprocessor=65536,
@@ -142,7 +142,7 @@ def test_enough_is_in_flight_in_each_loop_over_whole_blocks(kernel: str, arch: i
 def test_whole_blocks_are_read_and_written_in_128_bits(kernel: str, arch: int | str, configuration: str) -> None:
     """Of codes in 32 bits. Single ones are for what is not aligned: four of each moment, and of the second one in
     amsgrad's first pass."""
-    binary = submit(kernel, arch, configuration).result()
+    binary = submit(kernel, arch, CONFIGURATIONS[configuration]).result()
     loads, stores = WIDE[configuration]
     assert binary.code.loads[128] >= loads
     assert binary.code.stores[128] >= stores
@@ -156,7 +156,9 @@ def test_whole_blocks_are_read_and_written_in_128_bits(kernel: str, arch: int | 
 def test_only_the_kernel_in_which_programs_wait_is_launched_cooperatively(
     kernel: str, arch: int | str, configuration: str
 ) -> None:
-    assert submit(kernel, arch, configuration).result().is_cooperative == (kernel == "exact_step_kernel")
+    assert submit(kernel, arch, CONFIGURATIONS[configuration]).result().is_cooperative == (
+        kernel == "exact_step_kernel"
+    )
 
 
 @pytest.mark.parametrize(("needed", "tried"), [(128, [128]), (148, [128]), (170, [128, 168]), (500, [128, 168, 255])])

@@ -1,7 +1,8 @@
-"""The compiled step, executed: the PTX of the kernels in the emulator, against the definition and bit by bit."""
+"""The compiled step, executed: FusedAdamS with launches in the PTX emulator, against the definition and bit by bit."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,313 +10,237 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton.kernels.tables import RESULT, TENSOR
-from swd_fused.state.element_numbers import ElementNumbers
-from swd_fused.state.rounding import rounding_keys, stochastically_rounded
-from tests.definition import WRONG, AdamS, AgreesElsewhere, AgreesWithAll, AgreesWithGradient, MeanOfStepBefore
-from tests.masters_definition import nearest
-from tests.runs import defined, error, fused, moments, random_grads, random_params
+from swd_fused import FusedAdamS
+from swd_fused.state import eight_bit
+from swd_fused.state.eight_bit import CODES, SCALES
+from tests.backends.triton_launches import rebuilt_sums
+from tests.definition import AdamS, MeanOfStepBefore
+from tests.runs import defined, error, fused, moments, random_grads, random_params, run
 
-from .emulated_step import Change, EmulatedStep
-from .offline_compiler import CONFIGURATIONS
-from .ptx_emulator import RaceError
-
-EXACT, LAGGED = "exact_step_kernel", "lagged_step_kernel"
+from .emulated_launches import Change, emulated_launches
+from .ptx_emulator import RaceError, Statistics
 
 # Shorter and longer than blocks of 256, 512 and 1024, and than the 4096 to 8192 elements that pass 1 takes at once.
 SHAPES = [(1,), (513,), (1031,), (0,), (8192 + 1024 + 7,), (8192,)]
 SMALL = [(1,), (513,), (1031,), (0,), (2048,)]  # for what takes long
+# With codes: whole blocks, shorter ones at the end of rows that are aligned and that are not, vectors that end with a
+# whole access and within one, and small tensors between.
+CODED = [(9, 512), (7,), (8, 600), (11, 402), (513,), (5000,), (3, 5, 300), (4099,)]
 STEPS = 3
 
+BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
+LAGGED = {"schedule": "lagged"}
 
-def two_groups(count: int) -> list[dict[str, Any]]:
-    """That differ in everything, one of them maximized and without decay."""
-    first = {"lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8}
+
+def two_groups(count: int, **of_first: Any) -> list[dict[str, Any]]:
+    """Groups that differ in everything, one of them maximized and without decay."""
+    first = {"lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, **of_first}
     second = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6, "maximize": True}
     return [{"params": [*range(i, count, 2)], **group} for i, group in enumerate((first, second))]
 
 
-def groups_for(configuration: str, count: int) -> list[dict[str, Any]]:
-    """Where kernels know of cautious groups, the first one is cautious, and the other one decays as well."""
-    groups = two_groups(count)
-    if CONFIGURATIONS[configuration].variant.cautious:
-        groups[0]["cautious_decay"], groups[1]["weight_decay"] = True, 1e-3
-    return groups
+@dataclass
+class Case:
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    cautious: bool = False
+    offset: int = 0  # by how many elements parameters and gradients are away from an aligned address
+    device: dict[str, int] = field(default_factory=dict)
+
+    def start(self, shapes: list[tuple[int, ...]]) -> tuple[list[torch.nn.Parameter], list[list[Tensor]]]:
+        params = random_params(shapes, self.dtype)
+        return [self.placed(param) for param in params], random_grads(shapes, STEPS, self.grad_dtype or self.dtype)
+
+    def placed(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
+        room = torch.empty(param.numel() + self.offset, dtype=param.dtype)[self.offset :].view(param.shape)
+        own = torch.nn.Parameter(room.copy_(param.detach()))
+        if self.grad_dtype is not None:
+            own.grad_dtype = self.grad_dtype
+        return own
+
+    def groups(self, count: int) -> list[dict[str, Any]]:
+        groups = two_groups(count)
+        if self.cautious:
+            groups[0]["cautious_decay"], groups[1]["weight_decay"] = True, 1e-3
+        return groups
+
+    def trained(
+        self, params: list[torch.nn.Parameter], grads: list[list[Tensor]], backend: str = "triton"
+    ) -> tuple[list[torch.nn.Parameter], FusedAdamS]:
+        """Trains copies of the parameters."""
+        copies = [self.placed(param) for param in params]
+        optimizer = fused(copies, self.groups(len(copies)), backend=backend, **self.options)
+        run(copies, grads, optimizer)
+        return copies, optimizer
 
 
-def start(
-    configuration: str, shapes: list[tuple[int, ...]] = SHAPES
-) -> tuple[list[torch.nn.Parameter], list[list[Tensor]]]:
-    dtypes = CONFIGURATIONS[configuration].dtypes
-    return random_params(shapes, dtypes.param), random_grads(shapes, STEPS, dtypes.grad)
-
-
-def take_steps(
-    model: EmulatedStep,
-    grads: list[list[Tensor]],
-    kernel: str = EXACT,
-    grad_scale: float = 1.0,
-    seed: int | None = None,
-) -> None:
-    """A lagged run begins with an exact step, as the optimizer has it."""
-    for step, step_grads in enumerate(grads):
-        model.set_grads(step_grads, grad_scale)
-        if kernel == LAGGED and step == 1:
-            model.launch("last_exp_avg_sq_sum_kernel")
-        model.launch(EXACT if step == 0 else kernel, seed=seed)
-        assert model.get("counter", np.int32) == 0
-
-
-PRECISION: dict[str, dict[str, Any]] = {
-    "bf16 with masters": {"master_weights": True},
-    "fp16 with masters": {"master_weights": True},
-    "bf16 with bf16 exp_avg": {"state_dtype": torch.bfloat16},
-    "fp32 amsgrad": {"amsgrad": True},
+CASES = {
+    "fp32": Case(),
+    "bf16": Case(dtype=BF16),
+    "fp16": Case(dtype=F16),
+    "fp64": Case(dtype=F64),
+    "fp32, bf16 gradients": Case(grad_dtype=BF16),
+    "bf16 masters": Case({"master_weights": True}, BF16),
+    "fp16 masters": Case({"master_weights": True}, F16),
+    "bf16 exp_avg": Case({"state_dtype": BF16}, BF16),
+    "cautious": Case(cautious=True),
+    "amsgrad clipped": Case({"amsgrad": True, "max_grad_norm": 0.5}),
+    "clipped": Case({"max_grad_norm": 0.5}),
+    "not aligned": Case(offset=1),
+    "bf16 not aligned, clipped": Case({"max_grad_norm": 0.5}, BF16, offset=1),
+    "one program": Case(device={"programs": 1}),
+    "lagged": Case(LAGGED),
+    "lagged bf16 not aligned": Case(LAGGED, BF16, offset=1),
+    "lagged amsgrad": Case({**LAGGED, "amsgrad": True}),
+}
+OTHER_ARCHITECTURES = {
+    "sm_80": Case(device={"arch": 80}),
+    "sm_100": Case(device={"arch": 100}),
+    "sm_100 bf16": Case(dtype=BF16, device={"arch": 100}),
+    "sm_75 bf16": Case(dtype=BF16, device={"arch": 75}),  # has no instructions that convert bfloat16
 }
 
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *(
-        (EXACT, configuration, {})
-        for configuration in CONFIGURATIONS
-        if "chance" not in configuration and "8 bits" not in configuration
-    ),
-    (EXACT, "fp32", {"offset": 1}),
-    (EXACT, "bf16", {"offset": 1, "max_grad_norm": 0.5}),
-    (EXACT, "fp32", {"max_grad_norm": 0.5}),
-    (EXACT, "fp32 amsgrad", {"max_grad_norm": 0.5}),
-    (EXACT, "fp32", {"programs": 1}),
-    (LAGGED, "fp32", {}),
-    (LAGGED, "bf16", {"offset": 1}),
-    (LAGGED, "fp32 amsgrad", {}),
-]
-OTHER_ARCHITECTURES: list[tuple[str, str, dict[str, Any]]] = [
-    (EXACT, "fp32", {"arch": 80}),
-    (EXACT, "fp32", {"arch": 100}),
-    (EXACT, "bf16", {"arch": 100}),
-    (EXACT, "bf16", {"arch": 75}),  # which has no instructions that convert bfloat16
-]
-
 
 @pytest.mark.parametrize(
-    ("kernel", "configuration", "options"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_ARCHITECTURES)],
-    ids=str,
+    "case",
+    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_ARCHITECTURES.values())],
+    ids=[*CASES, *OTHER_ARCHITECTURES],
 )
-def test_steps_are_as_near_to_the_definition_as_plain_pytorch(
-    kernel: str, configuration: str, options: dict[str, Any]
-) -> None:
-    params, grads = start(configuration)
-    groups = groups_for(configuration, len(params))
-    model = EmulatedStep(configuration, params, groups, **options)
-    take_steps(model, grads, kernel)
-    lagged, clip, amsgrad = kernel == LAGGED, options.get("max_grad_norm"), "amsgrad" in configuration
-    reference = defined(params, grads, groups, MeanOfStepBefore if lagged else AdamS, clip, amsgrad=amsgrad)
-    plain = plain_run(
-        configuration, params, grads, groups, schedule="lagged" if lagged else "exact", max_grad_norm=clip
-    )
-    for tensors, plain_tensors, right in (
-        (model.weights, plain["weight"], reference.params),
-        (model.tensors(TENSOR.exp_avg), plain["exp_avg"], reference.exp_avg),
-        (model.tensors(TENSOR.exp_avg_sq), plain["exp_avg_sq"], reference.exp_avg_sq),
+def test_steps_are_as_near_to_the_definition_as_plain_pytorch(case: Case) -> None:
+    params, grads = case.start(SHAPES)
+    with emulated_launches(**case.device) as emulator:
+        own, optimizer = case.trained(params, grads)
+    assert {name for name, _ in emulator.statistics} >= {f"{case.options.get('schedule', 'exact')}_step_kernel"}
+    plain, plain_optimizer = case.trained(params, grads, "torch")
+    options = dict(case.options)
+    lagged = options.pop("schedule", "exact") == "lagged"
+    amsgrad = options.get("amsgrad", False)
+    definition = MeanOfStepBefore if lagged else AdamS
+    groups = case.groups(len(params))
+    reference = defined(params, grads, groups, definition, options.get("max_grad_norm"), amsgrad=amsgrad)
+    for right, *both in (
+        (
+            reference.params,
+            *([o.master_param(p) for p in ps] for o, ps in ((optimizer, own), (plain_optimizer, plain))),
+        ),
+        *(
+            (getattr(reference, key), moments(optimizer, own, key), moments(plain_optimizer, plain, key))
+            for key in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
+        ),
     ):
-        assert error(tensors, right) <= 2 * error(plain_tensors, right)
-    if amsgrad:
-        maxima = model.tensors(TENSOR.max_exp_avg_sq)
-        assert error(maxima, reference.max_exp_avg_sq) <= 2 * error(plain["max_exp_avg_sq"], reference.max_exp_avg_sq)
-    results = model.get("results")
-    np.testing.assert_allclose(results[RESULT.grad_norm], float(reference.grad_norm), rtol=1e-7)
+        assert error(both[0], right) <= 2 * error(both[1], right)
+    np.testing.assert_allclose(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-7)
     if not lagged:
-        np.testing.assert_allclose(results[RESULT.exp_avg_sq_mean], float(reference.exp_avg_sq_mean), rtol=1e-6)
-    np.testing.assert_array_equal(model.get("steps", np.float32), STEPS)
+        np.testing.assert_allclose(float(optimizer.exp_avg_sq_mean), float(reference.exp_avg_sq_mean), rtol=1e-6)
 
 
-def plain_run(
-    configuration: str, params: list[torch.nn.Parameter], grads: list[list[Tensor]], groups: Any, **options: Any
-) -> dict[str, list[Tensor]]:
-    """By the torch backend, from the same start."""
-    copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    optimizer = fused(copies, groups, backend="torch", **options, **PRECISION.get(configuration, {}))
-    for step_grads in grads:
-        for param, grad in zip(copies, step_grads, strict=True):
-            param.grad_dtype = grad.dtype
-            param.grad = grad.clone()
-        optimizer.step()
-    state = {key: moments(optimizer, copies, key) for key in optimizer.state[copies[0]]}
-    return {**state, "weight": [optimizer.master_param(param) for param in copies]}
-
-
-@pytest.mark.parametrize("definition", [AgreesWithAll, AgreesElsewhere, AgreesWithGradient])
-def test_wrong_cautious_decay_is_told_apart(definition: type[AdamS]) -> None:
-    params, grads = start("fp32 cautious")
-    groups = groups_for("fp32 cautious", len(params))
-    model = EmulatedStep("fp32 cautious", params, groups)
-    take_steps(model, grads)
-    right, wrong = (defined(params, grads, groups, kind).params for kind in (AdamS, definition))
-    assert error(model.weights, wrong) > 10 * error(model.weights, right)
-
-
-@pytest.mark.parametrize("definition", WRONG)
-def test_wrong_definitions_are_told_apart(definition: type[AdamS]) -> None:
-    params, grads = start("fp32")
-    groups = two_groups(len(params))
-    model = EmulatedStep("fp32", params, groups, max_grad_norm=0.5)
-    take_steps(model, grads)
-    wrong = defined(params, grads, groups, definition, 0.5)
-    plain = plain_run("fp32", params, grads, groups, max_grad_norm=0.5)
-    right = defined(params, grads, groups, AdamS, 0.5).params
-    assert error(model.weights, wrong.params) > 2 * error(plain["weight"], right)
-
-
-def test_sixty_tensors_of_all_sizes_take_their_steps_together() -> None:
-    sizes = np.random.default_rng(0).integers(1, 3000, 60)
-    shapes = [(int(size),) for size in sizes]
-    params, grads = start("fp32", shapes)
-    groups = two_groups(len(params))
-    model = EmulatedStep("fp32", params, groups, programs=7)
-    take_steps(model, grads)
-    right = defined(params, grads, groups).params
-    assert error(model.weights, right) <= 2 * error(plain_run("fp32", params, grads, groups)["weight"], right)
-
-
-@pytest.mark.parametrize("configuration", ["bf16 with masters", "fp16 with masters"])
-def test_parameters_are_their_masters_rounded(configuration: str) -> None:
-    params, grads = start(configuration)
-    model = EmulatedStep(configuration, params, two_groups(len(params)))
-    take_steps(model, grads)
-    for param, master in zip(model.params, model.weights, strict=True):
-        assert torch.equal(param, nearest(master, param.dtype))
-
-
-def test_stochastic_rounding_has_the_bits_of_the_definition_in_pytorch() -> None:
-    """Of what the kernel computes: the same step in float32 shows it."""
-    params, grads = start("bf16 rounded by chance")
-    groups = two_groups(len(params))
-    rounded = EmulatedStep("bf16 rounded by chance", params, groups, rounding_seed=7)
-    exact = EmulatedStep("fp32 with bf16 gradients", params, groups)
-    for model in (rounded, exact):
-        take_steps(model, grads[:1])
-    keys = rounding_keys(7, torch.arange(len(params)), torch.ones(len(params)))
-    numbers = ElementNumbers(0, (1,))
-    wanted = [stochastically_rounded(p, key, numbers) for p, key in zip(exact.params, keys, strict=True)]
-    assert all(map(torch.equal, rounded.params, wanted))
-    assert not all(torch.equal(p, q.to(torch.bfloat16)) for p, q in zip(rounded.params, exact.params, strict=True))
-
-
-@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
-def test_scaled_gradients_are_unscaled_exactly(kernel: str) -> None:
-    """By a power of two, so that all bits must be the same."""
-    params, grads = start("fp32")
-    groups = two_groups(len(params))
-    models = [EmulatedStep("fp32", params, groups) for _ in range(2)]
-    for model, scale in zip(models, (1.0, 1024.0), strict=True):
-        take_steps(model, grads[:2], kernel, grad_scale=scale)
-    assert all(map(torch.equal, models[0].params, models[1].params))
-    np.testing.assert_array_equal(models[0].get("results"), models[1].get("results"))
-
-
-@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
-def test_amsgrad_keeps_nan(kernel: str) -> None:
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_amsgrad_keeps_nan(schedule: str) -> None:
     """As torch.maximum does, and not the instruction of that name."""
-    params, grads = start("fp32 amsgrad", [(600,)])
+    (param,), grads = Case().start([(600,)])
     grads[1][0][5] = torch.nan
-    model = EmulatedStep("fp32 amsgrad", params, [{"params": [0]}])
-    take_steps(model, grads[:2], kernel)
-    (maxima,) = model.tensors(TENSOR.max_exp_avg_sq)
-    assert maxima.isnan().nonzero().tolist() == [[5]]
+    with emulated_launches():
+        optimizer = FusedAdamS([param], amsgrad=True, schedule=schedule, backend="triton")  # type: ignore[arg-type]
+        run([param], grads[:2], optimizer)
+    assert optimizer.state[param]["max_exp_avg_sq"].isnan().nonzero().tolist() == [[5]]
 
 
-@pytest.mark.parametrize(("kernel", "configuration"), [(EXACT, "fp32"), (EXACT, "fp32 amsgrad"), (LAGGED, "bf16")])
-def test_nothing_changes_where_an_infinity_was_found(kernel: str, configuration: str) -> None:
-    params, grads = start(configuration)
-    model = EmulatedStep(configuration, params, two_groups(len(params)))
-    take_steps(model, grads[:2], kernel)
-    before = [model.sums(), model.get("steps"), model.get("last"), *model.state()]
-    model.set_grads(grads[2], found_inf=True)
-    model.launch(kernel)
-    after = [model.sums(), model.get("steps"), model.get("last"), *model.state()]
-    assert all((a == b).all() for a, b in zip(before, after, strict=True))
-    results = model.get("results")
-    assert results[RESULT.skipped] == 1
-    norm = np.sqrt(sum(float(grad.double().square().sum()) for grad in grads[2]))
-    np.testing.assert_allclose(results[RESULT.grad_norm], norm, rtol=1e-7)
-    assert model.get("counter", np.int32) == 0
+# --- Moments in 8 bits
+
+CODED_CASES = {
+    "fp32": Case(),
+    "bf16": Case({"stochastic_rounding": True, "seed": 7}, BF16),
+    "bf16 masters": Case({"master_weights": True, "seed": 7}, BF16),
+    "fp32 amsgrad": Case({"amsgrad": True}),
+}
 
 
-def test_with_beta1_zero_exp_avg_is_the_gradient() -> None:
-    """Also after one beside which it would be lost."""
-    params = random_params(SMALL)
-    model = EmulatedStep("fp32", params, [{"params": range(len(params)), "betas": (0.0, 0.99)}])
-    for size in (100.0, 3e-7):
-        grads = [size * (1 + torch.rand(shape)) for shape in SMALL]
-        model.set_grads(grads)
-        model.launch(EXACT)
-    assert all(map(torch.equal, model.tensors(TENSOR.exp_avg), grads))
+@pytest.fixture
+def _vectors_have_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones, since each element takes the emulator a while."""
+    monkeypatch.setattr(eight_bit, "LEAST_VECTOR", eight_bit.LEAST_NUMEL)
 
 
-COMPILED_ANYWAY = ("fp32", "bf16", "fp32 in 8 bits")
+@pytest.mark.thinned
+@pytest.mark.usefixtures("_vectors_have_codes")
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("name", CODED_CASES)
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_codes_are_those_of_plain_pytorch(schedule: str, name: str, programs: int) -> None:
+    case = CODED_CASES[name]
+    case = Case({**case.options, "state_dtype": "8bit", "schedule": schedule}, case.dtype)
+    params, grads = case.start(CODED)
+    with emulated_launches(programs):
+        own, optimizer = case.trained(params, grads[:2])
+    plain, plain_optimizer = case.trained(params, grads[:2], "torch")
+    coded = 0
+    for param, wanted in zip(own, plain, strict=True):
+        state, wanted_state = optimizer.state[param], plain_optimizer.state[wanted]
+        for key in CODES.keys() if CODES["exp_avg"] in state else ():
+            apart = (state[CODES[key]].int() - wanted_state[CODES[key]].int()).abs()
+            assert apart.max() <= 1
+            assert apart.double().mean() <= 1e-3
+            torch.testing.assert_close(state[SCALES[key]], wanted_state[SCALES[key]], rtol=1e-6, atol=0)
+            coded += 1
+        weights = optimizer.master_param(param), plain_optimizer.master_param(wanted)
+        close = torch.isclose(*weights, rtol=2**-7 if weights[0].itemsize == 2 else 1e-6)
+        assert (~close).double().mean() <= 1e-3
+    assert coded == 2 * 6
+    torch.testing.assert_close(optimizer.exp_avg_sq_mean, plain_optimizer.exp_avg_sq_mean, rtol=1e-6, atol=0)
+
+
+# --- Sums
+
+SUMMED = ["fp32", "bf16", "lagged", "fp64", "bf16 masters", "bf16 exp_avg", "amsgrad clipped", "lagged amsgrad"]
+
+
+@pytest.mark.usefixtures("_vectors_have_codes")
+@pytest.mark.parametrize(
+    ("case", "shapes"),
+    [
+        *((CASES[name], SHAPES) for name in SUMMED[:3]),
+        (Case({"state_dtype": "8bit"}), CODED),
+        *(pytest.param(CASES[name], SHAPES, marks=pytest.mark.slow) for name in SUMMED[3:]),
+        *(
+            pytest.param(
+                Case({**case.options, "state_dtype": "8bit", **LAGGED}, case.dtype), CODED, marks=pytest.mark.slow
+            )
+            for case in CODED_CASES.values()
+        ),
+    ],
+)
+def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(case: Case, shapes: list[tuple[int, ...]]) -> None:
+    """Bit for bit, so that a resumed run is the uninterrupted one. One tensor has no gradient in the last step."""
+    params, grads = case.start(shapes)
+    grads[1][1] = None  # type: ignore[call-overload]
+    with emulated_launches(programs=3):
+        _, optimizer = case.trained(params, grads[:2])
+        rebuilt_sums(optimizer, programs=3)
+
+
+# --- Orders and races
+
+
+def race(case: Case, shapes: list[tuple[int, ...]], seed: int | None, change: Change | None = None) -> list[Tensor]:
+    """Returns parameters and state after two steps whose accesses have an order between them."""
+    torch.manual_seed(0)
+    params, grads = case.start(shapes)
+    with emulated_launches(3, seed=seed, find_races=True, change=change):
+        own, optimizer = case.trained(params, grads[:2])
+    return [*own, *(value for param in own for value in optimizer.state[param].values())]
 
 
 @pytest.mark.parametrize(
-    "configuration",
-    [pytest.param(name, marks=() if name in COMPILED_ANYWAY else pytest.mark.slow) for name in CONFIGURATIONS],
+    ("case", "shapes"),
+    [
+        *((CASES[name], SMALL) for name in ("fp32", "amsgrad clipped", "bf16 masters", "lagged")),
+        (Case({"state_dtype": "8bit"}), [(9, 512), (7,), (11, 402)]),
+    ],
 )
-def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(configuration: str) -> None:
-    check_sums_that_steps_leave(configuration, SHAPES)
-
-
-def check_sums_that_steps_leave(configuration: str, shapes: list[tuple[int, ...]]) -> None:
-    """Bit for bit, so that a resumed run is the uninterrupted one. One tensor has no gradient in the second step."""
-    params, grads = start(configuration, shapes)
-    model = EmulatedStep(configuration, params, two_groups(len(params)), programs=3)
-    for kernel in (EXACT, LAGGED):
-        model.set_grads(grads[0])
-        model.launch(kernel)
-        if kernel == EXACT:
-            model.launch("last_exp_avg_sq_sum_kernel")  # which lagged steps find themselves
-            model.drop_grad(1)
-        left = [model.sums(), model.get("last")]
-        assert all((sums > 0).all() for sums in left)
-        model.forget_sums()
-        model.launch("stored_sums_kernel")
-        model.launch("last_exp_avg_sq_sum_kernel")
-        np.testing.assert_array_equal(np.concatenate([model.sums(), model.get("last")]), np.concatenate(left))
-
-
-def test_sums_are_read_again_only_where_others_have_stepped_a_tensor() -> None:
-    params, grads = start("fp32")
-    model = EmulatedStep("fp32", params, two_groups(len(params)))
-    take_steps(model, grads[:1])
-    assert model.launch("stored_sums_kernel").loads.requests_of_width[128] == 0
-    left = model.sums()
-    model.forget_sums(segments=1)
-    statistics = model.launch("stored_sums_kernel")
-    assert statistics.loads.bytes < 4 * sum(model.numels)
-    np.testing.assert_array_equal(model.sums(), left)
-
-
-@pytest.mark.parametrize(("kernel", "configuration"), [(EXACT, "fp32"), (EXACT, "fp32 amsgrad"), (LAGGED, "bf16")])
-def test_any_order_of_the_warps_gives_the_same_bits(kernel: str, configuration: str) -> None:
-    params, grads = start(configuration, SMALL)
-    everything = []
-    for seed in (None, 0, 1):
-        model = EmulatedStep(configuration, params, two_groups(len(params)), programs=3)
-        take_steps(model, grads[:2], kernel, seed=seed)
-        everything.append(model.everything())
-    assert everything[0] == everything[1] == everything[2]
-
-
-def race(kernel: str, configuration: str, change: Change | None = None) -> None:
-    params, grads = start(configuration, SMALL)
-    model = EmulatedStep(configuration, params, two_groups(len(params)), programs=3, change=change)
-    for seed in (None, 0):
-        model.set_grads(grads[0])
-        model.launch(kernel, seed=seed, find_races=True)
-
-
-@pytest.mark.parametrize("configuration", ["fp32", "fp32 amsgrad", "bf16 with masters"])
-@pytest.mark.parametrize("kernel", [EXACT, LAGGED])
-def test_there_is_no_race(kernel: str, configuration: str) -> None:
-    race(kernel, configuration)
+def test_there_is_no_race(case: Case, shapes: list[tuple[int, ...]]) -> None:
+    """And any order of the warps gives the same bits."""
+    assert all(map(torch.equal, *(race(case, shapes, seed) for seed in (None, 0))))
 
 
 LEFT_OUT = {
@@ -327,46 +252,64 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_a_race_is_found_without(what: str) -> None:
-    change = LEFT_OUT[what]
     with pytest.raises(RaceError, match="no order between them"):
-        race(EXACT, "fp32", change)
+        race(CASES["fp32"], SMALL, None, LEFT_OUT[what])
 
 
-# Bytes for each element, in and out: gradients twice in the exact step, and everything else of the update once.
-BYTES = [
-    (EXACT, "fp32", 4 + 16 + 12),
-    (LAGGED, "fp32", 16 + 12),
-    (EXACT, "fp32 cautious", 4 + 16 + 12),
-    (EXACT, "bf16", 2 + 12 + 10),
-    (LAGGED, "bf16", 12 + 10),
-    (EXACT, "bf16 with masters", 2 + 14 + 12),
-    (EXACT, "fp16 with masters", 2 + 14 + 14),
-    (EXACT, "bf16 with bf16 exp_avg", 2 + 10 + 8),
-    (EXACT, "fp32 amsgrad", 4 + 12 + 20 + 16),
-]
+# --- Traffic
 
 
-@pytest.mark.parametrize("kernel", ["exact_step_kernel", "lagged_step_kernel"])
-def test_small_tensors_need_few_float64_instructions(kernel: str) -> None:
+def last_launch(case: Case, params: list[torch.nn.Parameter], grads: list[list[Tensor]], programs: int) -> Statistics:
+    """Returns what the step takes that ends a run."""
+    with emulated_launches(programs) as emulator:
+        case.trained(params, grads)
+    name, statistics = emulator.statistics[-1]
+    assert name == f"{case.options.get('schedule', 'exact')}_step_kernel"
+    return statistics
+
+
+@pytest.mark.parametrize("schedule", ["exact", "lagged"])
+def test_small_tensors_need_few_float64_instructions(schedule: str) -> None:
     """After many steps. When all threads found a tensor's scalars, an exact step had 1,110 of them for each."""
-    count = 100
-    params = [torch.ones(64) for _ in range(count)]
-    model = EmulatedStep("fp32", params, [{"params": range(count)}], programs=2, arch=75)
-    model.set_grads(params)
-    model.set_steps(100_000)
-    statistics = model.launch(kernel)
-    assert 0 < statistics.float64_instructions <= 320 * count
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(100)]
+    for param in params:
+        param.grad = torch.ones(64)
+    with emulated_launches(programs=2, arch=75) as emulator:
+        optimizer = FusedAdamS(params, backend="triton", schedule=schedule)  # type: ignore[arg-type]
+        optimizer.step()
+        for param in params:
+            optimizer.state[param]["step"].fill_(100_000)
+        for _ in range(2):
+            optimizer.step()
+    assert 0 < emulator.statistics[-1][1].float64_instructions <= 320 * len(params)
 
 
-@pytest.mark.parametrize(("kernel", "configuration", "each"), BYTES)
-def test_a_step_moves_as_few_bytes_as_there_are(kernel: str, configuration: str, each: int) -> None:
-    shapes = [(500_000,), (300_000,), (200_000,)]
-    params, grads = start(configuration, shapes)
-    model = EmulatedStep(configuration, params, groups_for(configuration, len(params)), programs=8)
-    model.set_grads(grads[0])
-    statistics = model.launch(kernel)
-    assert each <= statistics.bytes / 1e6 < 1.01 * each
-    assert each <= statistics.sector_bytes / 1e6 < 1.05 * each
-    print(
-        f"{kernel}, {configuration}: {statistics.bytes / 1e6:.2f} bytes, {statistics.sector_bytes / 1e6:.2f} in sectors"
-    )
+IN_8_BITS = {"state_dtype": "8bit"}
+# Bytes for each element, in and out: gradients twice in the exact step, and everything else of the update once; of
+# codes both scales of a block.
+BYTES = {
+    "fp32": (CASES["fp32"], 4 + 16 + 12),
+    "lagged": (CASES["lagged"], 16 + 12),
+    "bf16": (CASES["bf16"], 2 + 12 + 10),
+    "bf16 masters": (CASES["bf16 masters"], 2 + 14 + 12),
+    "fp16 masters": (CASES["fp16 masters"], 2 + 14 + 14),
+    "bf16 exp_avg": (CASES["bf16 exp_avg"], 2 + 10 + 8),
+    "amsgrad": (CASES["amsgrad clipped"], 4 + 12 + 20 + 16),
+    "8 bits": (Case(IN_8_BITS), 20 + 1 / 16),
+    "8 bits lagged": (Case({**IN_8_BITS, **LAGGED}), 16 + 1 / 16),
+    "8 bits bf16": (Case({**IN_8_BITS, "stochastic_rounding": True}, BF16), 12 + 1 / 16),
+    "8 bits bf16 masters": (Case({**IN_8_BITS, "master_weights": True}, BF16), 16 + 1 / 16),
+    "8 bits amsgrad": (Case({**IN_8_BITS, "amsgrad": True}), 4 + 4 + 4 + 1 + 20 - 4 + 8 + 5 / 64),
+}
+
+
+@pytest.mark.parametrize(("case", "each"), BYTES.values(), ids=list(BYTES))
+def test_a_step_moves_as_few_bytes_as_there_are(case: Case, each: float) -> None:
+    params, grads = case.start([(300, 1024), (200, 768)])
+    is_lagged = case.options.get("schedule") == "lagged"
+    statistics = last_launch(case, params, grads[: 1 + is_lagged], programs=8)
+    numel = sum(param.numel() for param in params)
+    print(f"{statistics.bytes / numel:.2f} bytes, {statistics.sector_bytes / numel:.2f} in sectors")
+    tables = 1.08 if "state_dtype" in case.options else 1.02
+    assert each <= statistics.bytes / numel < tables * each
+    assert each <= statistics.sector_bytes / numel < 1.08 * each

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
 from tests.gpu_code import interpreter_bf16
-from tests.gpu_code.test_ptx_instructions import awkward_floats
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -24,6 +24,16 @@ def _interpreter_as_it_was() -> Iterator[None]:
     yield
     for name, method in before.items():
         setattr(InterpreterBuilder, name, method)
+
+
+def awkward_floats() -> np.ndarray:
+    """Halfway cases of bf16 and fp16 in both directions, subnormals, overflow, infinities, signs."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 900, np.uint32)
+    halfway = (bits[:400] & 0xFFFF0000) | 0x8000
+    small = np.random.default_rng(1).standard_normal(64).astype(np.float32) * np.float32(2.0**-16)
+    edges = np.array([0.0, -0.0, np.inf, -np.inf, 65504, 65519.996, 65520, 3.4e38, 1e-40, 2049, 2051], np.float32)
+    floats = np.concatenate([bits.view(np.float32), halfway.view(np.float32), small, edges])
+    return np.resize(floats[~np.isnan(floats)], 2048)
 
 
 def convert(out, x, BLOCK: tl.constexpr):

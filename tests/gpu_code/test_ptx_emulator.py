@@ -1,42 +1,25 @@
-"""The PTX emulator against NumPy, on small kernels compiled offline."""
+"""What the PTX emulator computes, refuses and finds, in PTX written by hand.
 
-# ruff: noqa: N803 (constants of Triton kernels are upper case)
+That it executes compiled kernels correctly shows in test_emulated_kernels.py, whose steps are compared with the
+definition. These tests hold what steps cannot show: faults that it must find, and instructions in their rare cases.
+"""
 
 from __future__ import annotations
 
-import functools
+import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
-from triton.language.extra import libdevice
 
-from tests.gpu_code.ptx_emulator import AccessError, Kernel, Memory, Statistics
-from tests.gpu_code.ptx_types import bf16_bits, bf16_values, f16_bits
-
-ARCHITECTURES = [80, 90, 100]
+from .ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics, span_of
+from .ptx_memory import READABLE
+from .ptx_rounding import fma
+from .ptx_types import bf16_bits, bf16_values
 
 
-@functools.cache
-def compiled(kernel: object, arch: int, warps: int = 4, **types: str) -> CompiledKernel:
-    """`types` has the signature; an integer there is a constant."""
-    constants = {(i,): v for i, v in enumerate(types.values()) if isinstance(v, int)}
-    signature = {name: "constexpr" if isinstance(t, int) else t for name, t in types.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def run(kernel: CompiledKernel, memory: Memory, args: list, programs: int, seed: int | None = None) -> Statistics:
-    threads = 32 * kernel.metadata.num_warps
-    return Kernel(kernel.asm["ptx"]).run(memory, args, programs, threads, kernel.metadata.shared, seed)
-
-
-def hand_written(body: str) -> str:
-    return f"""
+def hand_written(body: str) -> Kernel:
+    return Kernel(f"""
     .version 8.7
     .target sm_90
     .address_size 64
@@ -47,141 +30,242 @@ def hand_written(body: str) -> str:
         {body}
         ret;
     }}
-    """
+    """)
 
 
-@triton.jit
-def add_kernel(out, x, y, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    tl.store(out + i, tl.load(x + i, mask=inside) + tl.load(y + i, mask=inside), mask=inside)
+def run(
+    body: str, array: np.ndarray, programs: int = 1, threads: int = 32, rights: int = 3, **options: object
+) -> Statistics:
+    """The array's address is in %rd1."""
+    memory = Memory([span_of(array, rights)])
+    return hand_written(body).run(memory, [array.ctypes.data], programs, threads, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("kind", "dtype"), [("fp32", np.float32), ("fp64", np.float64), ("fp16", np.float16)])
-def test_an_odd_number_of_sums_equals_numpy(arch: int, kind: str, dtype: type) -> None:
-    n = 1000
-    x, y = np.random.default_rng(0).standard_normal((2, n)).astype(dtype)
-    memory = Memory()
-    out, x_at, y_at = memory.put(np.zeros(n, dtype)), memory.put(x, writable=False), memory.put(y, writable=False)
-    kernel = compiled(add_kernel, arch, out=f"*{kind}", x=f"*{kind}", y=f"*{kind}", n="i32", BLOCK=256)
-    statistics = run(kernel, memory, [out, x_at, y_at, n], programs=4)
-    np.testing.assert_array_equal(memory.get(out, n, dtype), x + y)
-    assert statistics.loads.bytes == 2 * x.nbytes
-    assert statistics.stores.bytes == x.nbytes
-    assert statistics.loads.sectors == 2 * -(-x.nbytes // 32)
+# --- Numbers
 
 
-def test_an_array_that_is_too_short_stops_the_run() -> None:
-    memory = Memory()
-    at = [memory.put(np.zeros(n, np.float32)) for n in (256, 256, 255)]
-    kernel = compiled(add_kernel, 90, out="*fp32", x="*fp32", y="*fp32", n="i32", BLOCK=256)
-    with pytest.raises(AccessError, match="outside every array"):
-        run(kernel, memory, [*at, 256], programs=1)
+def test_float64_to_bf16_rounds_once() -> None:
+    """Just above halfway: by way of fp32 it would become exactly halfway and go to the even neighbour below."""
+    x = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8 - 2.0**-40, -(1 + 2.0**-8 + 2.0**-40)])
+    np.testing.assert_array_equal(bf16_values(bf16_bits(x)), np.array([1 + 2.0**-7, 1, -(1 + 2.0**-7)], np.float32))
 
 
-def test_a_store_to_what_may_only_be_read_stops_the_run() -> None:
-    memory = Memory()
-    at = [memory.put(np.zeros(256, np.float32), writable=False) for _ in range(3)]
-    kernel = compiled(add_kernel, 90, out="*fp32", x="*fp32", y="*fp32", n="i32", BLOCK=256)
-    with pytest.raises(AccessError, match="not writable"):
-        run(kernel, memory, [*at, 256], programs=1)
+def exact_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> list[Fraction]:
+    return [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
 
 
-@triton.jit
-def copy_wide_kernel(out, x, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(tl.multiple_of(out + i, 16), tl.load(tl.multiple_of(x + i, 16)))
+def is_nearest_even(result: np.generic, exact: Fraction) -> bool:
+    below, above = np.nextafter(result, -np.inf), np.nextafter(result, np.inf)
+    distance = abs(Fraction(float(result)) - exact)
+    to_below, to_above = (abs(Fraction(float(n)) - exact) for n in (below, above))
+    even = int(np.array(result).view(f"u{result.nbytes}")) % 2 == 0
+    nearest = distance < min(to_below, to_above)
+    return nearest or (distance == min(to_below, to_above) and even)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_wide_load_of_a_misaligned_array_stops_the_run(arch: int) -> None:
-    kernel = compiled(copy_wide_kernel, arch, out="*fp32", x="*fp32", BLOCK=512)
-    x = np.arange(512, dtype=np.float32)
-    memory = Memory()
-    out, aligned, shifted = memory.put(np.zeros_like(x)), memory.put(x), memory.put(x, offset=4)
-    statistics = run(kernel, memory, [out, aligned], programs=1)
-    np.testing.assert_array_equal(memory.get(out, 512, np.float32), x)
-    assert set(statistics.loads.requests_of_width) == {128}
-    with pytest.raises(AccessError, match="misaligned: 16 bytes"):
-        run(kernel, memory, [out, shifted], programs=1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_fused_multiply_add_rounds_once(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 2000)).astype(dtype)
+    c = (-a.astype(np.float64) * b * rng.choice([1.0, 1e-3, 1e3, 1 + 1e-12], 2000)).astype(dtype)
+    digits = np.finfo(dtype).nmant
+    # Products that end exactly halfway, where c far below decides; then sums of the same kind.
+    a[:4], b[:4] = 1 + 2.0 ** -((digits + 1) // 2), 1 + 2.0 ** -(digits + 1 - (digits + 1) // 2)
+    a[2:4], c[:4] = -a[2:4], [2.0**-120, -(2.0**-120)] * 2
+    a[4:8], b[4:8], c[4:8] = 1, [1, 1, -1, -1], np.array([1, -1, 1, -1]) * 2.0 ** -(digits + 1) * (1 + 2.0**-20)
+    tiny = np.finfo(dtype).tiny
+    a[8:40] = tiny * rng.standard_normal(32)
+    c[8:40] = tiny * rng.standard_normal(32)
+    results = fma(a, b, c).astype(dtype)
+    for result, exact in zip(results, exact_fma(a, b, c), strict=True):
+        assert is_nearest_even(result, exact)
 
 
-@triton.jit
-def reduce_kernel(out, x, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    values = tl.load(x + i, mask=i < n, other=0)
-    tl.store(out, tl.sum(values))
-    tl.store(out + 1, tl.max(values))
-    tl.store(out + 2, tl.sum(values * values))
+def test_infinities_and_nans_pass_through_a_fused_multiply_add() -> None:
+    inf, nan = np.inf, np.nan
+    for dtype in (np.float32, np.float64):
+        a, b, c = np.array([[inf, 1, 0, 1e30], [2, 1, inf, 1e30], [1, -inf, 1, 1]], dtype)
+        with np.errstate(all="ignore"):
+            result = fma(a, b, c).astype(dtype)
+        np.testing.assert_array_equal(result[:3], np.array([inf, -inf, nan], dtype))
+        assert result[3] == (inf if dtype == np.float32 else 1e30 * 1e30)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("warps", [1, 8])
-@pytest.mark.parametrize(("kind", "dtype"), [("fp32", np.float32), ("fp64", np.float64), ("i32", np.int32)])
-def test_sums_and_maxima_over_all_threads_equal_numpy(arch: int, warps: int, kind: str, dtype: type) -> None:
-    """Of small whole numbers, whose sums are exact in any order."""
-    x = np.random.default_rng(0).integers(-100, 1000, 1000).astype(dtype)
-    memory = Memory()
-    out, x_at = memory.put(np.zeros(3, dtype)), memory.put(x, writable=False)
-    kernel = compiled(reduce_kernel, arch, warps, out=f"*{kind}", x=f"*{kind}", n="i32", BLOCK=1024)
-    run(kernel, memory, [out, x_at, 1000], programs=1)
-    np.testing.assert_array_equal(memory.get(out, 3, dtype), [x.sum(), x.max(), (x * x).sum()])
+def one_result(body: str) -> int:
+    """Returns what the body leaves in %rd2 of the last lane, or in %r1 if it has no %rd2."""
+    result = np.zeros(1, np.uint64)
+    run(body + ("st.global.b64 [%rd1], %rd2;" if "%rd2" in body else "st.global.b32 [%rd1], %r1;"), result)
+    return int(result[0])
 
 
-@triton.jit
-def two_widths_kernel(narrow, wide, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(tl.multiple_of(narrow + i, 16)).to(tl.float32)
-    y = tl.load(tl.multiple_of(wide + i, 16))
-    tl.store(tl.multiple_of(narrow + i, 16), (x - y).to(narrow.dtype.element_ty))
-    tl.store(tl.multiple_of(wide + i, 16), x + y)
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("mov.b32 %r2, -7; mov.b32 %r3, 2; div.s32 %r1, %r2, %r3;", 2**32 - 3),
+        ("mov.b32 %r2, 0xFFFFFFFF; mul.lo.s32 %r1, %r2, 3;", 2**32 - 3),
+        ("mov.b32 %r2, -16; shr.s32 %r1, %r2, 2;", 2**32 - 4),
+        ("mov.b32 %r2, -16; shr.u32 %r1, %r2, 40;", 0),
+        ("mov.b32 %r2, 0xABCD1234; bfe.u32 %r1, %r2, 8, 8;", 0x12),
+        ("mov.b32 %r2, 0xABCDF234; bfe.s32 %r1, %r2, 8, 8;", 0xFFFFFFF2),
+        ("mov.b32 %r2, 0x11223344; mov.b32 %r3, 0x55667788; prmt.b32 %r1, %r2, %r3, 0x5410;", 0x77883344),
+        ("mov.b16 %rs1, -2; cvt.s32.s16 %r1, %rs1;", 2**32 - 2),
+        ("mov.b16 %rs1, -2; cvt.u32.u16 %r1, %rs1;", 65534),
+        ("mov.b16 %rs1, 1; mov.b16 %rs2, 2; mov.b32 %r1, {%rs1, %rs2};", 0x00020001),
+        ("mov.b32 %r2, 0x7FC00000; cvt.rzi.s32.f32 %r1, %r2;", 0),
+        ("mov.b32 %r2, 0xCF800000; cvt.rzi.s32.f32 %r1, %r2;", 0x80000000),
+        ("mov.b32 %r2, 0x40200000; cvt.rni.u32.f32 %r1, %r2;", 2),
+        ("mov.b32 %r2, 0x00400000; add.f32 %r1, %r2, %r2;", 0x00800000),
+        ("mov.b32 %r2, 0x7FC00000; max.f32 %r1, %r2, 0f3F800000;", 0x3F800000),
+        ("mov.b32 %r2, 0x7FC00000; setp.neu.f32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;", 1),
+        ("mov.b32 %r2, 0x7FC00000; setp.ne.f32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;", 0),
+        ("setp.lt.and.s32 %p1|%p2, -1, 1, %p3; selp.b32 %r1, 1, 0, %p2;", 0),
+        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; fma.rn.f32.bf16 %r1, %rs1, %rs1, %r2;", 0x41200000),
+        ("mov.u32 %r2, %laneid; redux.sync.max.u32 %r1, %r2, -1;", 31),
+        ("mov.u32 %r2, %laneid; shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;", 30),
+        ("mov.b32 %r2, -5; mad.wide.s32 %rd2, %r2, 3, 1;", 2**64 - 14),
+        ("mov.b64 %rd3, 0d3FF0000000000001; fma.rn.f64 %rd2, %rd3, %rd3, 0dBFF0000000000002;", 0x3970000000000000),
+        ("mov.b64 %rd3, 0x0000000100000002; mov.b64 {%r1, %r2}, %rd3; cvt.u64.u32 %rd2, %r1;", 2),
+        ("mov.b32 %r2, 0x3F800000; mov.b64 %rd3, {%r2, %r2}; add.f32x2 %rd2, %rd3, %rd3;", 0x4000000040000000),
+    ],
+)
+def test_an_instruction_does_what_its_manual_says(body: str, expected: int) -> None:
+    assert one_result(body) == expected
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_narrow_and_wide_numbers_side_by_side_equal_numpy(arch: int, kind: str) -> None:
-    """sm_100 has instructions on both at once; one layout serves both widths, by way of shared memory or not."""
-    x, y = np.random.default_rng(0).standard_normal((2, 4096)).astype(np.float32)
-    encode, decode = (bf16_bits, bf16_values) if kind == "bf16" else (f16_bits, lambda b: b.view(np.float16))
-    x_bits = encode(x)
-    x = decode(x_bits).astype(np.float32)
-    memory = Memory()
-    narrow, wide = memory.put(x_bits), memory.put(y)
-    run(compiled(two_widths_kernel, arch, narrow=f"*{kind}", wide="*fp32", BLOCK=2048), memory, [narrow, wide], 2)
-    np.testing.assert_array_equal(memory.get(narrow, 4096, np.uint16), encode(x - y))
-    np.testing.assert_array_equal(memory.get(wide, 4096, np.float32), x + y)
+@pytest.mark.parametrize(
+    "body", ["add.rp.f32 %r1, %r1, %r1;", "wgmma.fence.sync;", "bar.sync 1;", "add.s32 %r1, %r1, %r2, %r3;"]
+)
+def test_what_is_not_known_is_refused_before_the_run(body: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(body.rstrip(";"))):
+        hand_written(body)
 
 
-@triton.jit
-def power_kernel(out, base, exponent, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, libdevice.pow(tl.load(base + i), tl.load(exponent + i)))
+@pytest.mark.parametrize("body", ["add.f32 %rs1, %r1, %r1;", "add.f32 %r1, %rs1, %r1;", "add.f16 %r1, %rs1, %rs1;"])
+def test_a_register_of_the_wrong_width_is_refused_before_the_run(body: str) -> None:
+    with pytest.raises(ValueError, match="bits and cannot"):
+        hand_written(body)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_function_that_is_called_runs_as_well(arch: int) -> None:
-    """pow in fp64 is not inlined. It holds its error below an ulp only if every multiply-add in it rounds once."""
-    base, exponent = np.random.default_rng(0).uniform([[0.5], [1]], [[1], [99]], (2, 256))
-    memory = Memory()
-    out, *sources = (memory.put(x) for x in (np.zeros(256), base, exponent))
-    kernel = compiled(power_kernel, arch, out="*fp64", base="*fp64", exponent="*fp64", BLOCK=256)
-    assert "call" in kernel.asm["ptx"]
-    run(kernel, memory, [out, *sources], programs=1)
-    np.testing.assert_array_max_ulp(memory.get(out, 256, np.float64), base**exponent, maxulp=2)
+def test_a_shuffle_from_a_lane_that_left_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="does not take part"):
+        one_result(
+            "mov.u32 %r2, %laneid; setp.eq.b32 %p1, %r2, 3; @%p1 bra $out;shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1; $out:"
+        )
+
+
+# --- Accesses
+
+
+@pytest.mark.parametrize(
+    ("access", "match"),
+    [
+        ("ld.global.b32 %r1, [%rd1 + 256];", "outside of what the kernel was given"),
+        ("st.global.b32 [%rd1], %r1;", "not writable"),
+        ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1 + 4];", "misaligned: 16 bytes"),
+    ],
+)
+def test_an_access_that_a_gpu_would_refuse_stops_the_run(access: str, match: str) -> None:
+    with pytest.raises(AccessError, match=match):
+        run(access, np.zeros(64, np.uint32), rights=READABLE)
 
 
 def test_sectors_tell_a_stride_from_neighbours() -> None:
-    ptx = hand_written(
-        """
+    body = """
         mov.u32 %r1, %tid.x;
         mul.wide.u32 %rd2, %r1, 32;
         add.s64 %rd3, %rd1, %rd2;
         ld.global.b32 %r2, [%rd3];
         ld.global.b32 %r2, [%rd1];
         """
-    )
-    memory = Memory()
-    statistics = Kernel(ptx).run(memory, [memory.put(np.zeros(64 * 32, np.uint8))], programs=1, threads=64)
-    assert (statistics.loads.requests, statistics.loads.sectors) == (4, 64 + 2)
-    assert (statistics.loads.bytes, statistics.loads.lane_bytes) == (64 * 4 + 2 * 4, 2 * 64 * 4)
+    loads = run(body, np.zeros(64 * 8, np.uint32), threads=64).loads
+    assert (loads.requests, loads.sectors, loads.bytes) == (4, 64 + 2, 64 * 4 + 2 * 4)
+
+
+# --- Orders of programs
+
+RELEASED = """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        @%p1 bra $wait;
+        BEFORE
+        atom.global.SCOPE.release.add.u32 %r4, [%rd1], 1;
+        AFTER
+        bra.uni $done;
+    $wait:
+        ld.global.gpu.acquire.b32 %r2, [%rd1];
+        setp.ne.b32 %p2, %r2, 32;
+        @%p2 bra $wait;
+        ld.global.b32 %r3, [%rd1 + 4];
+    $done:
+        """
+STORE = "st.global.b32 [%rd1 + 4], %r1;"
+OVERWRITTEN = """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        ld.global.b32 %r2, [%rd1];
+        @%p1 st.global.b32 [%rd1], %r1;
+        """
+
+
+def find_races(body: str) -> None:
+    run(body, np.zeros(2, np.uint32), programs=2, find_races=True)
+
+
+def test_races_are_found() -> None:
+    """Between programs: after a release, by a release that does not reach the other one, without any."""
+    find_races(RELEASED.replace("BEFORE", STORE).replace("AFTER", "").replace("SCOPE", "gpu"))
+    for before, after, scope in (("", STORE, "gpu"), (STORE, "", "cta")):
+        body = RELEASED.replace("BEFORE", before).replace("AFTER", after).replace("SCOPE", scope)
+        with pytest.raises(RaceError, match="no order between them"):
+            find_races(body)
+    with pytest.raises(RaceError, match="overwrites what program 0"):
+        find_races(OVERWRITTEN)
+
+
+def test_other_seeds_interleave_programs_otherwise() -> None:
+    """Each warp takes a number from one counter: the order in which they come is the order of execution."""
+    body = """
+        mov.u32 %r1, %tid.x;
+        and.b32 %r2, %r1, 31;
+        setp.ne.b32 %p1, %r2, 0;
+        @%p1 bra $done;
+        atom.global.gpu.relaxed.add.u32 %r3, [%rd1], 1;
+        mov.u32 %r4, %ctaid.x;
+        mul.wide.u32 %rd2, %r3, 4;
+        add.s64 %rd3, %rd1, %rd2;
+        st.global.b32 [%rd3 + 4], %r4;
+    $done:
+        """
+    orders = set()
+    for seed in range(5):
+        taken = np.zeros(9, np.uint32)
+        run(body, taken, programs=4, threads=64, seed=seed)
+        orders.add(tuple(taken[1:]))
+    assert {tuple(sorted(order)) for order in orders} == {(0, 0, 1, 1, 2, 2, 3, 3)}
+    assert len(orders) == 5
+
+
+def test_code_that_waits_for_code_behind_it_ends() -> None:
+    """Program 0 spins at the top until program 1, which jumped far down, lets it go."""
+    body = """
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.b32 %p1, %r1, 0;
+        @%p1 bra $release;
+    $spin:
+        ld.global.gpu.acquire.b32 %r2, [%rd1];
+        setp.eq.b32 %p2, %r2, 0;
+        @%p2 bra $spin;
+        bra.uni $done;
+    $release:
+        st.global.b32 [%rd1], %r1;
+    $done:
+        """
+    run(body, np.zeros(1, np.uint32), programs=2)
+
+
+def test_a_barrier_that_some_threads_leave_out_is_a_deadlock_or_the_end() -> None:
+    """Threads that returned do not count, so a barrier opens for the rest; a spinning warp is stopped by the limit."""
+    start = "mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 32;"
+    assert run(f"{start} @%p1 bra $done; bar.sync 0; $done:", np.zeros(1), threads=64).barriers == 1
+    with pytest.raises(RuntimeError, match="too many instructions"):
+        run(f"{start} $spin: @%p1 bra $spin; bar.sync 0;", np.zeros(1), threads=64, most_instructions=10_000)
