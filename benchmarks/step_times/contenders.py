@@ -103,6 +103,7 @@ def contenders(kernels: str) -> Mapping[str, Contender]:
     lagged: dict[str, Any] = {"schedule": "lagged"}
     clip: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
     coded: dict[str, Any] = {"state_dtype": "8bit"}
+    torchao = Contender(TORCHAO, "compile", None, PEER, peer_of("torchao.optim", "AdamW8bit"))
     has_outliers = "outliers" in signature(FusedAdamS).parameters
     found = (
         Contender(PEER, "fused", 28, PEER, adamw),
@@ -120,10 +121,7 @@ def contenders(kernels: str) -> Mapping[str, Contender]:
         # The average is read and written, and lerp_ reads the parameter once more.
         Contender(AVERAGED_PEER, "fused", 52, AVERAGED_PEER, adamw, clips_before=True, averages_after=True),
         ours("AdamW + clip + average", 40, **clip, ema_decay=EMA_DECAY),
-        *(
-            [Contender(TORCHAO, "compile", None, PEER, peer_of("torchao.optim", "AdamW8bit"))]
-            * bool(find_spec("torchao"))
-        ),
+        *((torchao,) if find_spec("torchao") else ()),
         Contender("AdamW foreach", "foreach", None, PEER, partial(adamw, foreach=True)),
         # Eleven operations, of which each reads and writes whole tensors: 8+12 for m, 8+12 for v, 8+4 for the sum of
         # v^, 8 for the decay, 8+8+8 for the denominator, 16 for the update.
