@@ -132,9 +132,7 @@ CELL = 0.27  # inches
 def plot_cliffs(path: Path, picture: Path | None = None) -> Path:
     rows = [row for row in read_rows(path) if row["contender"] != row["peer"]]
     states = unique(rows, "state")
-    # In the order of the state that has most cases: float16 lacks one in the middle.
-    fullest = max(states, key=lambda state: sum(row["state"] == state for row in rows))
-    names = unique([*(row for row in rows if row["state"] == fullest), *rows], "layout")
+    names = unique(rows, "layout")
     figure = Figure(figsize=(10, CELL * len(names) + 2.1), layout="constrained")
     axis = figure.subplots()
     ratios = {(row["layout"], row["state"]): float(row["ratio"]) for row in rows}
