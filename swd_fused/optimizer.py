@@ -313,8 +313,9 @@ class FusedAdamS(Optimizer):
 
     def __repr__(self) -> str:
         options = metrics.options_in_use(self._stepper, self.numbered_params())
-        if self.defaults["adamw_weight_decay"] is not None:  # groups forget it when their calibration ends
-            options += "\nadamw_weight_decay: {adamw_weight_decay}, for {calibration_steps} steps".format(**self.defaults)
+        asked, steps = self.defaults["adamw_weight_decay"], self.defaults["calibration_steps"]
+        if asked is not None:  # groups forget it when their calibration ends
+            options += f"\nadamw_weight_decay: {asked}, for {steps} steps"
         return super().__repr__().replace("(", f"(\n{options}", 1)
 
     # --- State
