@@ -7,14 +7,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure  # without pyplot a figure draws with Agg, on machines without a display too
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from benchmarks.studies.intervals import Interval
+if TYPE_CHECKING:  # it imports scipy, which the pictures of step times do without
+    from benchmarks.studies.intervals import Interval
 
 # Okabe and Ito's palette, which readers with any kind of colour vision can tell apart.
 PALETTE = {
