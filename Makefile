@@ -15,8 +15,8 @@ demo: $(VENV)/.with-demo
 
 # `make test` has what a change to the package can break. `make test-all` adds what is marked slow, see tests/selection.py.
 test test-all: lint
-	$(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow")
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow") tests/gpu_code
+	SWD_FUSED_KEEP_SECONDS=$@ $(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow")
+	SWD_FUSED_KEEP_SECONDS=$@-compiled TRITON_INTERPRET=0 $(BIN)/python -m pytest $(IN_PARALLEL) $(if $(filter test,$@),-m "not slow") tests/gpu_code
 
 # On a machine with a CUDA or ROCm GPU, and a torch for it.
 test-gpu: $(VENV)/.with-demo,bench,test

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from swd_fused import backends
 from swd_fused.state import eight_bit
+from tests import seconds
 from tests.device import DEVICE
 from tests.selection import mark_thinned
 
@@ -68,6 +70,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked = os.environ.get("SWD_FUSED_TEST_BACKENDS", "torch,cpu,triton").split(",")
     names = [name for name in names if name not in options["without"] and name.partition("-")[0] in asked]
     metafunc.parametrize("backend", names, indirect=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Keeps how long each file took, if the Makefile asks for it."""
+    name = os.environ.get("SWD_FUSED_KEEP_SECONDS")
+    if name is not None:
+        reports = [report for found in terminalreporter.stats.values() for report in found]
+        seconds.keep(name, (report for report in reports if hasattr(report, "nodeid")))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow

@@ -8,6 +8,7 @@ In long double, which is more precise than anything that it judges. Nothing of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -131,33 +132,29 @@ class AdamS:
         return self.exp_avg_sq_mean
 
 
-class MeanPerTensor(AdamS):
-    """Wrong: each tensor has a schedule of its own."""
-
-    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
-        return self.mean([(group, j) for group, j in with_grad if j == i])
+def wrong(name: str, **methods: Any) -> type[AdamS]:
+    """Returns the definition with a mistake."""
+    return type(name, (AdamS,), methods)
 
 
-class MeanPerGroup(AdamS):
-    """Wrong: each group has a schedule of its own."""
-
-    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
-        own = next(group for group, j in with_grad if j == i)
-        return self.mean([(group, j) for group, j in with_grad if group is own])
+def _mean_of_decaying(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
+    return AdamS.mean(self, [(group, i) for group, i in with_grad if group.weight_decay > 0])
 
 
-class MeanOfDecayingOnly(AdamS):
-    """Wrong: groups without decay are left out of the mean."""
-
-    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
-        return super().mean([(group, i) for group, i in with_grad if group.weight_decay > 0])
+def _mean_of_group(self: AdamS, i: int, with_grad: list[tuple[Group, int]]) -> Array:
+    own = next(group for group, j in with_grad if j == i)
+    return self.mean([(group, j) for group, j in with_grad if group is own])
 
 
-class NoBiasCorrection(AdamS):
-    """Wrong: the second moment is taken as it is stored."""
-
-    def exp_avg_sq_hat(self, group: Group, i: int) -> Array:
-        return self.max_exp_avg_sq[i] if group.amsgrad else self.exp_avg_sq[i]
+# Each tensor or each group has a schedule of its own; groups without decay are left out of the mean; the second moment
+# is taken as it is stored.
+MeanPerTensor = wrong("MeanPerTensor", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if j == i]))
+MeanPerGroup = wrong("MeanPerGroup", mean_for=_mean_of_group)
+MeanOfDecayingOnly = wrong("MeanOfDecayingOnly", mean=_mean_of_decaying)
+NoBiasCorrection = wrong(
+    "NoBiasCorrection",
+    exp_avg_sq_hat=lambda self, group, i: (self.max_exp_avg_sq if group.amsgrad else self.exp_avg_sq)[i],
+)
 
 
 class MeanOfStepBefore(AdamS):
@@ -196,82 +193,45 @@ WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, NoBiasCorrection, Mean
 # --- Wrong where decay is corrected, independent of the learning rate, or cautious
 
 
-class NotCorrected(AdamS):
-    """Wrong: AdamW's."""
-
-    def correction(self, group: Group) -> Array:
-        return wide(1.0)
-
-
-class CorrectedTwice(AdamS):
-    def correction(self, group: Group) -> Array:
-        return super().correction(group) ** 2
-
-
-class LargestOfAllGroups(AdamS):
-    """Wrong: another group's learning rate counts."""
-
-    def correction(self, group: Group) -> Array:
-        return wide(group.lr) / max(other.largest_lr_so_far for other in self.groups)
+NotCorrected = wrong("NotCorrected", correction=lambda self, group: wide(1.0))  # AdamW's
+CorrectedTwice = wrong("CorrectedTwice", correction=lambda self, group: AdamS.correction(self, group) ** 2)
+LargestOfAllGroups = wrong(
+    "LargestOfAllGroups",
+    correction=lambda self, group: wide(group.lr) / max(other.largest_lr_so_far for other in self.groups),
+)
+IndependentTimesLr = wrong(
+    "IndependentTimesLr", shrink=lambda self, group, mean: AdamS.shrink(self, group, mean) * group.lr
+)
+# Momentum may point elsewhere than the gradient; the other weights decay; nothing is left out; or the weight is taken
+# as the update leaves it.
+AgreesWithGradient = wrong("AgreesWithGradient", agrees=lambda self, i, way, grad: grad * self.params[i] >= 0)
+AgreesElsewhere = wrong("AgreesElsewhere", agrees=lambda self, i, way, grad: way * self.params[i] <= 0)
+AgreesWithAll = wrong("AgreesWithAll", agrees=lambda self, i, way, grad: np.ones_like(way, dtype=bool))
 
 
-class IndependentTimesLr(AdamS):
-    """Wrong for "independent"."""
-
-    def shrink(self, group: Group, mean: Array) -> Array:
-        return super().shrink(group, mean) * group.lr
+def _agrees_after_update(self: AdamS, i: int, direction: Array, grad: Array) -> Array:
+    lr = next(group.lr for group in self.groups if i in group.params)
+    return direction * (self.params[i] - lr * direction) >= 0
 
 
-class AgreesWithGradient(AdamS):
-    """Wrong: momentum may point elsewhere."""
-
-    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
-        return grad * self.params[i] >= 0
+AgreesAfterUpdate = wrong("AgreesAfterUpdate", agrees=_agrees_after_update)
 
 
-class AgreesElsewhere(AdamS):
-    """Wrong: the other weights decay."""
-
-    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
-        return direction * self.params[i] <= 0
+# --- Wrong where weights are averaged: of the weight before the update; with a warm-up that is a step behind; or
+# starting as the weight after the first step
 
 
-class AgreesWithAll(AdamS):
-    """Wrong: nothing is left out."""
-
-    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
-        return np.ones_like(direction, dtype=bool)
+def _decay_of_step_before(self: AdamS, group: Group, i: int) -> Array:
+    t = self.steps[i] - 1
+    return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
 
 
-class AgreesAfterUpdate(AdamS):
-    """Wrong: the weight is taken as the update leaves it."""
-
-    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
-        lr = next(group.lr for group in self.groups if i in group.params)
-        return direction * (self.params[i] - lr * direction) >= 0
-
-
-# --- Wrong where weights are averaged
-
-
-class AverageOfOldWeights(AdamS):
-    """Wrong: of the weight before the update."""
-
-    def average(self, decay: Array, i: int, before: Array) -> Array:
-        return self.ema_param[i] + (1 - decay) * (before - self.ema_param[i])
-
-
-class DecayOfStepBefore(AdamS):
-    """Wrong: the warm-up is a step behind."""
-
-    def ema_decay(self, group: Group, i: int) -> Array:
-        t = self.steps[i] - 1
-        assert group.ema_decay is not None
-        return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
-
-
-class AverageFromFirstStep(AdamS):
-    """Wrong: the average starts as the weight after the first step."""
-
-    def average(self, decay: Array, i: int, before: Array) -> Array:
-        return super().average(decay if self.steps[i] > 1 else wide(0.0), i, before)
+AverageOfOldWeights = wrong(
+    "AverageOfOldWeights",
+    average=lambda self, decay, i, before: self.ema_param[i] + (1 - decay) * (before - self.ema_param[i]),
+)
+DecayOfStepBefore = wrong("DecayOfStepBefore", ema_decay=_decay_of_step_before)
+AverageFromFirstStep = wrong(
+    "AverageFromFirstStep",
+    average=lambda self, decay, i, before: AdamS.average(self, decay if self.steps[i] > 1 else wide(0.0), i, before),
+)

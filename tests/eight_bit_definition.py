@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -76,26 +76,18 @@ class EightBitAdamS(AdamS):
         return np.clip((fixed + noise) >> 8, least, largest).astype(np.float32) * scale
 
 
-class ToNearest(EightBitAdamS):
-    """Wrong: codes stick."""
-
-    def noise(self, key: int, block: int, element: int) -> tuple[int, int]:
-        return 128, 128
+def wrong(name: str, **methods: Any) -> type[EightBitAdamS]:
+    """Returns the definition with a mistake."""
+    return type(name, (EightBitAdamS,), methods)
 
 
-class OtherBits(EightBitAdamS):
-    """Wrong: the same random bits in each step."""
-
-    def noise(self, key: int, block: int, element: int) -> tuple[int, int]:
-        return random_bytes(7, block, element)
-
-
-class OneBitsForBoth(EightBitAdamS):
-    """Wrong: both moments are rounded by the same bits."""
-
-    def noise(self, key: int, block: int, element: int) -> tuple[int, int]:
-        first, _ = random_bytes(key, block, element)
-        return first, first
+# Codes stick; the same random bits in each step; both moments are rounded by the same bits; float32's.
+ToNearest = wrong("ToNearest", noise=lambda self, key, block, element: (128, 128))
+OtherBits = wrong("OtherBits", noise=lambda self, key, block, element: random_bytes(7, block, element))
+OneBitsForBoth = wrong(
+    "OneBitsForBoth", noise=lambda self, key, block, element: random_bytes(key, block, element)[:1] * 2
+)
+NotRounded = wrong("NotRounded", rounded=lambda self, exp_avg, exp_avg_sq, key: (exp_avg, exp_avg_sq))
 
 
 class BlocksAcrossRows(EightBitAdamS):
@@ -104,13 +96,6 @@ class BlocksAcrossRows(EightBitAdamS):
     def rounded(self, exp_avg: Array, exp_avg_sq: Array, key: int) -> tuple[Array, Array]:
         flat = super().rounded(exp_avg.reshape(-1), exp_avg_sq.reshape(-1), key)
         return flat[0].reshape(exp_avg.shape), flat[1].reshape(exp_avg.shape)
-
-
-class NotRounded(EightBitAdamS):
-    """Wrong: float32's."""
-
-    def rounded(self, exp_avg: Array, exp_avg_sq: Array, key: int) -> tuple[Array, Array]:
-        return exp_avg, exp_avg_sq
 
 
 WRONG = [ToNearest, OtherBits, OneBitsForBoth, BlocksAcrossRows, NotRounded]

@@ -19,10 +19,10 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TRITON = "swd_fused/backends/triton"
+BACKENDS = {"swd_fused/backends/triton": "triton", "swd_fused/backends/torch": "torch", "csrc/": "cpu"}
 COMPILER = f"{sys.executable} tests/cached_compiler.py"
 
-# Files of tests by the names that the table has for them. The backend follows from the mutant's file.
+# Files of tests by the names that the table has for them. The backends follow from the mutant's file.
 FILES = {
     "EDGES": "tests/core/test_edge_cases.py",
     "DEFINITION": "tests/core/test_definition.py",
@@ -31,7 +31,6 @@ FILES = {
     "EIGHT_BIT": "tests/core/test_eight_bit.py",
     "HOST": "tests/backends/test_triton_backend.py",
     "SCHEDULE": "tests/core/test_schedule.py",
-    "VARIANTS": "tests/core/test_decay_variants.py",
     "KINDS": "tests/core/test_decay_kinds.py",
     "RESUMING": "tests/core/test_reproducibility.py",
     "NUMBERS": "tests/core/test_element_numbers.py",
@@ -98,7 +97,7 @@ class Tree:
                 built.write_bytes(content)
 
     def tested(self, mutant: Mutant) -> int:
-        backend = "triton" if mutant.file.startswith(TRITON) else "cpu"
+        backend = next((name for start, name in BACKENDS.items() if mutant.file.startswith(start)), "torch,cpu")
         compiled = any("gpu_code" in path for path in mutant.tests)
         variables = {"SWD_FUSED_TEST_BACKENDS": backend, "TRITON_INTERPRET": str(int(not compiled))}
         return self.run("-m", "pytest", "-x", "-q", "-m", "not slow", *mutant.tests, **variables)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from swd_fused import FusedAdamS
 from swd_fused.decay.warning import DecayWarning
@@ -106,3 +107,15 @@ def error(tensors: list[Tensor], references: list[np.ndarray]) -> float:
 
 def moments(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], key: str) -> list[Tensor]:
     return [optimizer.state[param][key] for param in params]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compares to the bit. Groups may have strings and dtypes, of which torch's comparison knows nothing."""
+    pair = [tree_map_only((str, torch.dtype), hash, nested) for nested in (one, other)]
+    torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
+
+
+def everything(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> list[Tensor]:
+    """Returns copies of the parameters and of their state."""
+    state = [value for param in params for value in optimizer.state[param].values()]
+    return [tensor.detach().clone() for tensor in (*params, *state)]

@@ -1,4 +1,5 @@
-"""Counts the lines of the package, its tests and benchmarks by folder, and the words of the pages, beside their limits.
+"""Counts the lines of the package, its tests and benchmarks by folder, and the words of the pages, beside their limits;
+and the seconds of the last `make test` here.
 
 python -m tests.shape          prints them
 python -m tests.shape --check  fails, too, if one of them is over its limit
@@ -8,6 +9,8 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+
+from tests import seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = {".py", ".c", ".cpp", ".h"}
@@ -20,6 +23,8 @@ LIMITS = {
     "tests": 21_000,
     "benchmarks": 6_000,
     "docs": 12_000,
+    "make test": 360,  # on two quiet cores, compiled kernels included
+    "slowest file": 30,
 }
 
 
@@ -47,14 +52,28 @@ def shape() -> list[tuple[str, int]]:
     return [*counted, ("docs/notes", words_of(sorted((ROOT / "docs/notes").rglob("*.md"))))]
 
 
+def last_run() -> list[tuple[str, int]]:
+    """Returns the seconds of the last `make test`, and those of its slowest file."""
+    parts = [run for run in seconds.runs() if run.name in ("test", "test-compiled")]
+    for run in parts:
+        print(f"make {run.name}: {run.seconds:.0f} s, slowest {run.slowest[0]}, at a load of {run.load:.1f}")
+    if not parts:
+        return []
+    return [
+        ("make test", round(sum(run.seconds for run in parts))),
+        ("slowest file", round(max(run.slowest[1] for run in parts))),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail if something is over its limit")
     arguments = parser.parse_args()
     over = []
-    for name, number in shape():
+    for name, number in [*shape(), *last_run()]:
         limit = LIMITS.get(name)
         unit = "words" if name.startswith(("README", "docs")) else "lines"
+        unit = "s" if name in ("make test", "slowest file") else unit
         indent = "  " if "/" in name else ""
         beside = "" if limit is None else f"   at most {limit:,}" + (f", {number - limit:,} over" * (number > limit))
         print(f"{indent + name:26}{number:>8,} {unit}{beside}")

@@ -165,11 +165,8 @@ class GradientRelease:
             self._begun = None
         finally:
             begun.step.deliver_interrupts()
-        if self._is_removed:
-            return
-        for param in params:
-            param.grad = None
-        self.watch(groups, state)
+        if not self._is_removed:
+            self.watch(groups, state)
 
     def _begin(self) -> ReleasedStep:
         """Returns the step that is begun, or begins one."""

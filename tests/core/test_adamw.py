@@ -34,33 +34,6 @@ def test_the_other_arguments_are_those_of_fusedadams() -> None:
         assert ours[name].default == others[name].default, name
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True, "maximize": True}], ids=str)
-def test_it_takes_the_steps_of_torch(backend: str, options: dict[str, Any]) -> None:
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 5, torch.float64)
-    twins = copy.deepcopy(params)
-    run(params, grads, FusedAdamW(params, lr=0.01, backend=backend, **options))  # type: ignore[arg-type]
-    run(twins, grads, torch.optim.AdamW(twins, lr=0.01, **options))
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("error")
-def test_checkpoints_go_to_torch_and_back_with_nothing_to_set() -> None:
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 9, torch.float64)
-    twins = copy.deepcopy(params)
-    options = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.3}
-    run(twins, grads, torch.optim.AdamW(twins, **options))  # type: ignore[arg-type]
-    first: torch.optim.Optimizer = FusedAdamW(params, **options)  # type: ignore[arg-type]
-    run(params, grads[:3], first)
-    for kind, part in ((torch.optim.AdamW, grads[3:6]), (FusedAdamW, grads[6:])):
-        second = kind(params)
-        second.load_state_dict(first.state_dict())
-        run(params, part, second)
-        first = second
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-12, atol=1e-12)
-
-
 def test_copies_are_of_its_class_and_say_so() -> None:
     params = random_params(SHAPES)
     optimizer = FusedAdamW(params, max_grad_norm=1.0, state_dtype=torch.bfloat16)

@@ -16,61 +16,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swd_fused import FusedAdamS, FusedAdamW, averages
 from swd_fused.state.averages import AVERAGE
-from tests import definition
-from tests.definition import AdamS
 from tests.device import DEVICE
-from tests.runs import defined, error, fused, moments, random_grads, random_params, run, shapes_for, steps_for, to_numpy
+from tests.runs import error, everything, moments, random_grads, random_params, run, steps_for, to_numpy
 
 Options = dict[str, Any]
 Params = list[nn.Parameter]
 
 pytestmark = pytest.mark.usefixtures("_codes_of_small_tensors")
 
-GROUPS: list[Options] = [
-    {"params": [0, 1, 2], "lr": 1e-2, "weight_decay": 2e-3, "ema_decay": 0.6},
-    {"params": [3, 4], "lr": 3e-3, "betas": (0.3, 0.95), "ema_decay": 0.9, "ema_warmup": True},
-    {"params": [5], "lr": 3e-3},
-]
-
 
 def averages_of(optimizer: torch.optim.Optimizer, params: Params) -> list[Tensor]:
     return moments(optimizer, params, AVERAGE)
 
 
-def everything(optimizer: FusedAdamS, params: Params) -> list[Tensor]:
-    state = [value for param in params for value in optimizer.state[param].values()]
-    return [tensor.detach().clone() for tensor in (*params, *state)]
-
-
 # --- What is computed
-
-
-def close_to_definition(backend: str, judge: type[AdamS] = AdamS, **options: Any) -> bool:
-    shapes = shapes_for(backend)
-    params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps_for(backend, 12), torch.float64)
-    steps = [[None if (i + t) % 5 == 1 else grad for i, grad in enumerate(step)] for t, step in enumerate(grads)]
-    reference = defined(params, steps, GROUPS, definition=judge, **options)
-    optimizer = fused(params, GROUPS, backend=backend, **options)
-    run(params, steps, optimizer)
-    assert AVERAGE not in optimizer.state[params[5]]
-    return (
-        max(error(averages_of(optimizer, params[:5]), reference.ema_param[:5]), error(params, reference.params)) < 1e-14
-    )
-
-
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 1.0, "maximize": True}], ids=str)
-def test_equals_the_definition(backend: str, options: Options) -> None:
-    """With groups that differ, and gradients that are missing now and then."""
-    assert close_to_definition(backend, **options)
-
-
-WRONG = [definition.AverageOfOldWeights, definition.DecayOfStepBefore, definition.AverageFromFirstStep]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_variants_are_told_apart(backend: str, wrong: type[AdamS]) -> None:
-    assert not close_to_definition(backend, wrong)
 
 
 def model() -> nn.Sequential:
@@ -158,19 +117,6 @@ def test_nothing_of_a_master_is_lost(backend: str, dtype: torch.dtype, options: 
 # --- When it moves, and how it starts
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"state_dtype": "8bit"}], ids=str)
-def test_steps_that_are_skipped_do_not_move_it(backend: str, options: Options) -> None:
-    params, grads = laid_out(torch.float32), []
-    optimizer = FusedAdamS(params, ema_decay=0.5, backend=backend, **options)
-    for size in (1.0, torch.inf, 1.0):
-        optimizer.found_inf = torch.tensor([float(size != 1)], device=DEVICE)  # type: ignore[attr-defined]
-        before = everything(optimizer, params) if size != 1 else None
-        run(params, [[size * torch.randn_like(param) for param in params]], optimizer)
-        assert before is None or all(map(torch.equal, before, everything(optimizer, params)))
-        grads.append(averages_of(optimizer, params)[0].clone())
-    assert not torch.equal(grads[0], grads[2])
-
-
 def resumed(optimizer: FusedAdamS, params: Params, way: str, **options: Any) -> tuple[FusedAdamS, Params]:
     if way == "state dict":
         others = [nn.Parameter(param.detach().clone()) for param in params]
@@ -181,22 +127,6 @@ def resumed(optimizer: FusedAdamS, params: Params, way: str, **options: Any) -> 
         copy.deepcopy((params, optimizer)) if way == "deepcopy" else pickle.loads(pickle.dumps((params, optimizer)))
     )
     return copied[1], copied[0]
-
-
-@pytest.mark.backends(interpreted=False)
-@pytest.mark.parametrize("way", ["state dict", "deepcopy", "pickle"])
-@pytest.mark.parametrize(("dtype", "options"), PRECISIONS)
-@pytest.mark.thinned
-def test_a_run_is_resumed_to_the_bit(backend: str, dtype: torch.dtype, options: Options, way: str) -> None:
-    options = {"ema_decay": 0.9, "ema_warmup": True, "backend": backend, **options}
-    params = laid_out(dtype)
-    steps = [[torch.randn_like(param) for param in params] for _ in range(5)]
-    optimizer = FusedAdamS(params, **options)
-    run(params, steps[:3], optimizer)
-    other, others = resumed(optimizer, params, way, **options)
-    run(params, steps[3:], optimizer)
-    run(others, steps[3:], other)
-    assert all(map(torch.equal, everything(optimizer, params), everything(other, others)))
 
 
 @pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"master_weights": True})])
@@ -238,24 +168,6 @@ def test_a_saved_average_is_taken_up(tmp_path: Any) -> None:
     other.load_state_dict(saved)
     assert averages_of(other, params)[0].dtype == torch.float32
     torch.optim.AdamW(params).load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.backends(interpreted=False)
-def test_gradient_release_averages_as_other_steps_do(backend: str) -> None:
-    torch.manual_seed(1)
-    net = model()
-    peer = copy.deepcopy(net)
-    options: Options = {"lr": 1e-2, "ema_decay": 0.9, "backend": backend}
-    optimizer, other = FusedAdamW(net.parameters(), **options), FusedAdamW(peer.parameters(), **options)
-    optimizer.release_gradients()
-    for one in ((net, optimizer), (peer, other)):
-        torch.manual_seed(2)
-        for _ in train(*one, 4):
-            pass
-    pairs = zip(
-        averages_of(optimizer, list(net.parameters())), averages_of(other, list(peer.parameters())), strict=True
-    )
-    assert all(torch.equal(*pair) for pair in pairs)
 
 
 # --- Exchanged

@@ -15,8 +15,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from swd_fused.options import GROUP_OPTIONS, Compatibility
 from tests.core.test_options import ARGUMENTS
-from tests.core.torch_expectations.contestants import assert_same
-from tests.runs import random_grads, random_params, run
+from tests.runs import assert_same, random_grads, random_params, run
 
 nan, inf = float("nan"), float("inf")
 SHAPES = [(30,), (4, 5)]

@@ -46,32 +46,6 @@ def test_one_continues_what_the_other_began(
         torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
 
 
-@pytest.mark.backends(interpreted=False)
-def test_adamws_weight_decay_is_not_taken_for_ours(backend: str) -> None:
-    params = random_params(SHAPES)
-    adamw = torch.optim.AdamW(params, weight_decay=0.1)
-    run(params, random_grads(SHAPES, 2), adamw)
-    optimizer = FusedAdamS(params, weight_decay=1e-3, backend=backend)
-    with pytest.warns(UserWarning, match=r"weight_decay=0\.1 .* keeping weight_decay=0\.001.*match_adamw"):
-        optimizer.load_state_dict(adamw.state_dict())
-    assert optimizer.param_groups[0]["weight_decay"] == 1e-3
-    assert not {"fused", "foreach", "decoupled_weight_decay"} & optimizer.param_groups[0].keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loading_keeps_the_states_dtype(backend: str, dtype: torch.dtype) -> None:
-    """torch would cast float32 moments to the parameter's 16 bits."""
-    params = random_params(SHAPES, dtype)
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, random_grads(SHAPES, 2, dtype), optimizer)
-    resumed = FusedAdamS(params, backend=backend)
-    resumed.load_state_dict(optimizer.state_dict())
-    for param in params:
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(resumed.state[param][key], optimizer.state[param][key])
-            assert resumed.state[param][key].dtype == torch.float32
-
-
 def test_loading_widens_16_bit_moments_and_keeps_wider_ones(backend: str) -> None:
     for param_dtype, saved, expected in (
         (torch.bfloat16, torch.bfloat16, torch.float32),
@@ -145,13 +119,3 @@ def test_entries_that_belong_to_no_parameter_are_kept(backend: str) -> None:
         run(params, random_grads(SHAPES, 2), optimizer)
         assert optimizer.state[params[0]]["step"] == steps
     optimizer.step(grad_sumsq=1.0, numel=51)  # looks at all state
-
-
-def test_amsgrad_switched_on_in_the_middle(backend: str) -> None:
-    params = random_params([(5,)])
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, random_grads([(5,)], 2), optimizer)
-    optimizer.param_groups[0]["amsgrad"] = True
-    before = optimizer.state[params[0]]["exp_avg_sq"].clone()
-    run(params, [[torch.zeros(5)]], optimizer)
-    assert torch.equal(optimizer.state[params[0]]["max_exp_avg_sq"], before)

@@ -61,17 +61,6 @@ def test_only_steps_that_may_clip_count(backend: str) -> None:
     assert share(optimizer) == 1
 
 
-def test_a_share_of_one_means_that_the_schedule_is_constant(backend: str) -> None:
-    params = random_params([(16,)])
-    optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=0.1)
-    decays = []
-    for norm in (30.0, 5.0, 0.7):
-        run(params, [of_norm(norm, 16)], optimizer)
-        decays += optimizer.effective_weight_decay()
-    assert share(optimizer) == 1
-    assert decays == pytest.approx([5e-4 * math.sqrt(16) / 0.1] * 3, rel=1e-5)
-
-
 def test_skipped_steps_do_not_count(backend: str) -> None:
     params = random_params([(6,)])
     optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=1.0, skip_nonfinite=True)
@@ -170,23 +159,6 @@ def test_calibration_does_not_count() -> None:
 def test_skipped_steps_say_nothing() -> None:
     optimizer = optimizer_of(skip_nonfinite=True)
     assert messages_in(optimizer, [math.inf] * (STEPS + 3)) == []
-
-
-def test_steps_in_parts() -> None:
-    """As DeepSpeed takes them: the sum is that of the whole model, and each step counts once."""
-    optimizer = optimizer_of()
-    (param,) = optimizer.param_groups[0]["params"]
-    other = torch.nn.Parameter(torch.ones(SIZE, device=DEVICE))
-    optimizer.add_param_group({"params": [other]})
-    steps = []
-    for index in range(STEPS + 3):
-        for part, absent in ((param, other), (other, param)):
-            part.grad, absent.grad = torch.ones_like(part), None
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                optimizer.step(grad_sumsq=2.0 * SIZE, numel=2 * SIZE)
-            steps += [index] * len(caught)
-    assert steps == [STEPS - 1]  # with the second part of this step, which was counted with the first
 
 
 def test_as_an_error_it_leaves_everything_as_it_was() -> None:

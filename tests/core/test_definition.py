@@ -1,12 +1,16 @@
-"""FusedAdamS is the paper's algorithm: judged by the definition, and by torch.optim.Adam at zero decay."""
+"""FusedAdamS is the paper's algorithm, with all kinds of decay and averages: judged by the definition, and by torch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.definition import WRONG, AdamS, MeanNotClipped
+from swd_fused.state.averages import AVERAGE
+from tests import definition, runs
+from tests.definition import AdamS, Group, MeanOfStepBefore
 from tests.runs import (
     GROUPS,
     defined,
@@ -17,68 +21,124 @@ from tests.runs import (
     random_grads,
     random_params,
     run,
-    shapes_for,
-    steps_for,
     to_numpy,
 )
 
 STEPS = 40
-MODES = [
-    pytest.param({}, id="plain"),
-    pytest.param({"amsgrad": True}, id="amsgrad"),
-    pytest.param({"maximize": True}, id="maximize"),
-    pytest.param({"max_grad_norm": 1.0}, id="clipped"),
-    pytest.param({"amsgrad": True, "max_grad_norm": 1.0, "maximize": True}, id="all"),
-]
+
+# What the learning rates are times: a warm-up, a second peak below the first one, and zero.
+LR_FACTORS = [0.6, 1.0, 0.7, 0.2, 0.5, 0.0, 0.3, 0.1]
+
+CLIP = {"max_grad_norm": 1.0}
+SCHEDULED = {"weight_decay": 0.05}
+DECOUPLED = {"decay": "decoupled", "weight_decay": 0.5}
+INDEPENDENT = {"decay": "independent", "weight_decay": 0.01}
+CORRECTED, CAUTIOUS = {"corrected_decay": True}, {"cautious_decay": True}
+AVERAGED = {"ema_decay": 0.6}
+
+# Options of all groups, and of the first of two that differ in everything, of which only this one decays unless all do.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "amsgrad": ({"amsgrad": True}, {}),
+    "maximize": ({"maximize": True}, AVERAGED),
+    "clipped": (CLIP, {}),
+    "all": ({**CLIP, "amsgrad": True, "maximize": True}, AVERAGED),
+    "lagged": ({"schedule": "lagged"}, AVERAGED),
+    "corrected": (SCHEDULED, CORRECTED),
+    "AdamC": (DECOUPLED, CORRECTED),
+    "AdamC, peak given": (DECOUPLED, {**CORRECTED, "largest_lr": 0.02}),
+    "independent": (INDEPENDENT, {}),
+    "independent, peak given": (INDEPENDENT, {"largest_lr": 0.02}),
+    "cautious": (SCHEDULED, CAUTIOUS),
+    "cautious but for the first": ({**SCHEDULED, **CAUTIOUS}, {"cautious_decay": False}),
+    "cautious decoupled": (DECOUPLED, CAUTIOUS),
+    "cautious independent, maximizing": (INDEPENDENT, {**CAUTIOUS, "maximize": True}),
+    "variants, lagged": ({**SCHEDULED, "schedule": "lagged"}, {**CORRECTED, **CAUTIOUS}),
+    "variants, amsgrad, clipped": ({**SCHEDULED, **CLIP, "amsgrad": True}, {**CORRECTED, **CAUTIOUS}),
+    "averages": ({"ema_decay": 0.9, "ema_warmup": True}, {"ema_warmup": False, **AVERAGED}),
+}
 
 
-def close_to_definition(backend: str, definition: type[AdamS], **options: object) -> bool:
-    shapes = shapes_for(backend)
-    params = random_params(shapes, torch.float64)
-    grads = random_grads(shapes, steps_for(backend, STEPS), torch.float64)
-    reference = defined(params, grads, definition=definition, **options)
-    optimizer = fused(params, backend=backend, **options)
-    run(params, grads, optimizer)
-    apart = [
-        error(params, reference.params),
-        error(moments(optimizer, params, "exp_avg"), reference.exp_avg),
-        error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq),
-        error([optimizer.exp_avg_sq_mean], [reference.exp_avg_sq_mean]),
-        error([optimizer.grad_norm], [reference.grad_norm]),
-    ]
-    if options.get("amsgrad"):
-        apart.append(error(moments(optimizer, params, "max_exp_avg_sq"), reference.max_exp_avg_sq))
+def close_to_definition(backend: str, kind: str, judge: type[AdamS] = AdamS) -> bool:
+    """Gradients are missing now and then."""
+    of_all, of_first = KINDS[kind]
+    shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
+    given = [{key: value for key, value in group.items() if key not in of_all} for group in GROUPS]
+    groups = [{**given[0], **of_first}, given[1]]
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
+    kept = [Group(**{**{k: v for k, v in of_all.items() if k in vars(Group([]))}, **group}) for group in groups]
+    judge = MeanOfStepBefore if "schedule" in of_all else judge
+    decay, max_grad_norm = of_all.get("decay", "scheduled"), of_all.get("max_grad_norm")
+    reference = judge([to_numpy(param) for param in params], kept, max_grad_norm, decay)
+    optimizer = fused(params, groups, backend=backend, **of_all)
+    for t, every in enumerate(grads):
+        step_grads = [None if (i + t) % 5 == 1 else grad for i, grad in enumerate(every)]
+        for own, group, start in zip(kept, optimizer.param_groups, groups, strict=True):
+            own.lr = group["lr"] = LR_FACTORS[t % len(LR_FACTORS)] * start["lr"]
+        reference.step([None if grad is None else to_numpy(grad) for grad in step_grads])
+        run(params, [step_grads], optimizer)
+    apart = [error(params, reference.params), error([optimizer.grad_norm], [reference.grad_norm])]
+    if decay == "scheduled":
+        apart.append(error([optimizer.exp_avg_sq_mean], [reference.exp_avg_sq_mean]))
+    for own in kept:
+        averages = [AVERAGE] * (own.ema_decay is not None)
+        for key in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * own.amsgrad, *averages):
+            found = moments(optimizer, [params[i] for i in own.params], key)
+            apart.append(error(found, [getattr(reference, key)[i] for i in own.params]))
     return max(apart) < 1e-14
 
 
 @pytest.mark.backends(split=True)
-@pytest.mark.parametrize("options", MODES)
-def test_equals_the_definition(backend: str, options: dict[str, object]) -> None:
-    assert close_to_definition(backend, AdamS, **options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_definition(backend: str, kind: str) -> None:
+    assert close_to_definition(backend, kind)
 
 
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_variants_are_told_apart(backend: str, wrong: type[AdamS]) -> None:
-    options = {"max_grad_norm": 1.0} if wrong is MeanNotClipped else {}
-    assert not close_to_definition(backend, wrong, **options)
+WRONG = [
+    *(("plain", wrong) for wrong in definition.WRONG if wrong is not definition.MeanNotClipped),
+    ("clipped", definition.MeanNotClipped),
+    ("AdamC", definition.NotCorrected),
+    ("corrected", definition.CorrectedTwice),
+    ("independent", definition.LargestOfAllGroups),
+    ("independent", definition.IndependentTimesLr),
+    ("cautious decoupled", definition.AgreesWithGradient),
+    ("cautious", definition.AgreesElsewhere),
+    ("cautious independent, maximizing", definition.AgreesElsewhere),
+    ("cautious decoupled", definition.AgreesWithAll),
+    ("cautious decoupled", definition.AgreesAfterUpdate),
+    ("averages", definition.AverageOfOldWeights),
+    ("averages", definition.DecayOfStepBefore),
+    ("averages", definition.AverageFromFirstStep),
+]
 
 
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_adam_at_zero_decay(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
-    shapes = shapes_for(backend)
-    params, grads = random_params(shapes, dtype), random_grads(shapes, steps_for(backend, STEPS), dtype)
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize(("kind", "wrong"), WRONG, ids=str)
+def test_wrong_variants_are_told_apart(backend: str, kind: str, wrong: type[AdamS]) -> None:
+    assert not close_to_definition(backend, kind, wrong)
+
+
+PEERS = {"decoupled": (torch.optim.AdamW, 0.1), "l2": (torch.optim.Adam, 0.1), "scheduled": (torch.optim.Adam, 0.0)}
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("decay", PEERS)
+def test_equals_torch(backend: str, decay: Any, options: dict[str, Any]) -> None:
+    """At zero decay the scheduled kind is Adam."""
+    shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
+    params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     peers = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    run(
-        params,
-        grads,
-        fused(params, [{"params": range(len(shapes))}], weight_decay=0.0, amsgrad=amsgrad, backend=backend),
-    )
-    run(peers, grads, torch.optim.Adam(peers, amsgrad=amsgrad))
-    for param, peer in zip(params, peers, strict=True):
-        torch.testing.assert_close(param, peer, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    kind, weight_decay = PEERS[decay]
+    run(params, grads, FusedAdamS(params, weight_decay=weight_decay, decay=decay, backend=backend, **options))
+    limit = options.get("max_grad_norm", torch.inf)
+    peer = kind(peers, weight_decay=weight_decay, **{k: v for k, v in options.items() if k != "max_grad_norm"})
+    for step_grads in grads:
+        for param, grad in zip(peers, step_grads, strict=True):
+            param.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_(peers, limit)
+        peer.step()
+    for param, twin in zip(params, peers, strict=True):
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-14)
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -89,7 +149,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
     """Over hundreds of steps their error is at most twice that of plain PyTorch in the same dtype."""
-    shapes = shapes_for(backend)
+    shapes = runs.shapes_for(backend)
     steps = 10 if is_interpreted(backend) else 200
     start, grads = random_params(shapes, dtype), random_grads(shapes, steps, dtype)
     options = {"amsgrad": amsgrad, "max_grad_norm": 2.0}
@@ -118,7 +178,7 @@ def test_groups_may_differ_in_everything(backend: str) -> None:
         {**GROUPS[0], "amsgrad": True, "max_decay": 1e-6},
         {**GROUPS[1], "weight_decay": 0.3, "maximize": True, "max_decay": 1.0},
     ]
-    shapes, steps = shapes_for(backend), steps_for(backend, STEPS)
+    shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     reference = defined(params, grads, groups)
     optimizer = fused(params, groups, backend=backend)
@@ -127,21 +187,6 @@ def test_groups_may_differ_in_everything(backend: str) -> None:
     assert error(params, reference.params) < 1e-14
     assert "max_exp_avg_sq" in optimizer.state[params[0]]
     assert "max_exp_avg_sq" not in optimizer.state[params[5]]
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_parameters_are_pairs_of_reals(backend: str, dtype: torch.dtype) -> None:
-    real = dtype.to_real()
-    shapes = [(6, 2), (5, 2)]
-    params, grads = random_params(shapes, real), random_grads(shapes, steps_for(backend, STEPS), real)
-    twins = [torch.nn.Parameter(torch.view_as_complex(param.detach().clone())) for param in params]
-    run(params, grads, fused(params, [{"params": [0, 1]}], backend=backend))
-    complex_grads = [[torch.view_as_complex(g) for g in step] for step in grads]
-    optimizer = fused(twins, [{"params": [0, 1]}], backend=backend)
-    run(twins, complex_grads, optimizer)
-    for param, twin in zip(params, twins, strict=True):
-        assert torch.equal(param, torch.view_as_real(twin))
-        assert optimizer.state[twin]["exp_avg"].dtype == dtype
 
 
 def test_complex_parameters_may_get_other_memory(backend: str) -> None:

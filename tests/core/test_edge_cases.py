@@ -81,11 +81,6 @@ def test_thousands_of_tiny_tensors(backend: str) -> None:
     assert_as_defined(backend, [(1 + i % 5,) for i in range(130 if is_interpreted(backend) else 3000)], steps=2)
 
 
-def test_a_large_matrix_of_few_rows(backend: str) -> None:
-    columns = 3_000 if is_interpreted(backend) else 300_000
-    assert_as_defined(backend, [(1, columns), (columns, 1), (2, 3, columns // 4)], steps=2)
-
-
 @pytest.mark.backends(split=True)
 def test_a_gradient_that_comes_and_goes(backend: str) -> None:
     """Each parameter has its own step count, and is neither decayed nor counted while it has no gradient."""

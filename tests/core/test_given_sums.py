@@ -149,15 +149,6 @@ def test_a_provider_is_asked_in_each_step(backend: str) -> None:
     assert next(asked, None) is None
 
 
-def test_sums_given_with_and_without_numel_take_turns(backend: str) -> None:
-    params, grads, optimizer = prepared(backend)
-    reference = defined(params, grads, GROUPS, lr=0.01)
-    for t, step_grads in enumerate(grads):
-        set_grads(params, step_grads)
-        optimizer.step(grad_sumsq=sumsq(step_grads), numel=NUMEL if t % 2 == 0 else None)
-    assert error(params, reference.params) < 1e-14
-
-
 def test_a_skipped_step_with_a_given_sum_leaves_sums_right(backend: str) -> None:
     params, grads, optimizer = prepared(backend, skip_nonfinite=True)
     reference = defined(params, grads[:2], GROUPS, lr=0.01)

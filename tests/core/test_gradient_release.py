@@ -23,6 +23,11 @@ from tests.runs import is_interpreted, steps_for, sum_tolerance
 GATHERED = [1, 2000, 1 << 30]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+
+
 class Net(nn.Module):
     """`side` has no gradient in some steps; `late` has none before the step `late_from`; `again` is used twice."""
 
@@ -106,7 +111,7 @@ def assert_same_bits(model: Net, optimizer: FusedAdamS, other: Net, other_optimi
         (torch.bfloat16, {"master_weights": True}),
         (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": "8bit"}),
         (torch.float32, {"bias_correction": False, "total_numel": 5000}),
-        (torch.float32, {"corrected_decay": True, "cautious_decay": True}),
+        (torch.float32, {"corrected_decay": True, "cautious_decay": True, "ema_decay": 0.9}),
     ],
     ids=["float32", "amsgrad", "stochastic", "masters", "8 bits", "total_numel", "variants"],
 )
@@ -159,8 +164,7 @@ def test_updates_are_gathered(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 3
 
 
-def test_first_step_keeps_its_gradients_and_frees_them_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+def test_first_step_keeps_its_gradients_and_frees_them_in_step() -> None:
     model = new_model()
     optimizer = new_optimizer(model, "cpu")
     optimizer.release_gradients()
@@ -190,11 +194,17 @@ def test_micro_batches(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_second_gradient_is_refused_until_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a backward pass that has failed: what has stepped has stepped, the rest takes no part in this step."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
     model = new_model()
     optimizer = new_optimizer(model, "cpu")
     optimizer.release_gradients()
     train(model, optimizer, range(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(gradient_release, "GATHERED_BYTES", 1 << 30)
+        loss_of(model, 4).backward()
+        with pytest.raises(RuntimeError, match="second gradient"):  # whose first one waits
+            loss_of(model, 4).backward()
+    optimizer.zero_grad()
+    optimizer.step()
     handle = model.enter.weight.register_hook(lambda grad: 1 / 0)  # type: ignore[no-untyped-call]
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 5).backward()
@@ -214,9 +224,8 @@ def test_second_gradient_is_refused_until_the_step_has_ended(monkeypatch: pytest
     assert int(optimizer.state[model.leave.weight]["step"]) == 7
 
 
-def test_autograd_notices_weights_that_it_still_needs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograd_notices_weights_that_it_still_needs(backend: str) -> None:
     """A weight that is released before its last use in the backward pass would give wrong gradients silently."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
     x, weight, first = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
     optimizer = FusedAdamS([first, weight], schedule="lagged", backend=backend)
     optimizer.release_gradients()
@@ -228,15 +237,18 @@ def test_autograd_notices_weights_that_it_still_needs(backend: str, monkeypatch:
         loss.backward()
 
 
-def test_remove_ends_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a step too, which `step()` then ends as it has begun. The steps after it are ordinary."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_steps_before_and_after_released_ones_are_ordinary(backend: str, in_the_middle: bool) -> None:
+    """What a backend keeps from one lagged step to the next is not stale after a step that was released; nor if release
+    is removed in the middle of a step, which `step()` then ends as it has begun."""
     models = [new_model(), new_model()]
     optimizers = [new_optimizer(model, backend) for model in models]
+    expected = train(models[1], optimizers[1], range(4))
+    logged = train(models[0], optimizers[0], range(2))
     handle = optimizers[0].release_gradients()
     assert optimizers[0].release_gradients() is handle
-    expected = train(models[1], optimizers[1], range(4))
-    logged = train(models[0], optimizers[0], range(2)) + train(models[0], optimizers[0], range(2, 3), handle.remove)
+    logged += train(models[0], optimizers[0], range(2, 3), handle.remove if in_the_middle else lambda: None)
+    handle.remove()
     assert logged + train(models[0], optimizers[0], range(3, 4)) == expected
     assert grads_left(models[0]) == grads_left(models[1]) > 0
     assert_same_bits(models[0], optimizers[0], models[1], optimizers[1])
@@ -245,22 +257,7 @@ def test_remove_ends_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.has_ended
 
 
-def test_released_steps_between_ordinary_ones(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend keeps from one lagged step to the next is not stale after a step that was released."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
-    models = [new_model(), new_model()]
-    optimizers = [new_optimizer(model, backend) for model in models]
-    expected = train(models[1], optimizers[1], range(4))
-    logged = train(models[0], optimizers[0], range(2))
-    handle = optimizers[0].release_gradients()
-    logged += train(models[0], optimizers[0], range(2, 3))
-    handle.remove()
-    assert logged + train(models[0], optimizers[0], range(3, 4)) == expected
-    assert_same_bits(models[0], optimizers[0], models[1], optimizers[1])
-
-
-def test_copies_have_no_hooks_and_loading_begins_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+def test_copies_have_no_hooks_and_loading_begins_a_new_step() -> None:
     model = new_model()
     optimizer = new_optimizer(model, "cpu")
     optimizer.release_gradients()
@@ -278,9 +275,8 @@ def test_copies_have_no_hooks_and_loading_begins_a_new_step(monkeypatch: pytest.
     assert_same_bits(model, optimizer, twin, twin_optimizer)
 
 
-def test_the_newest_optimizer_takes_over_and_the_old_one_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_optimizer_takes_over_and_the_old_one_can_go() -> None:
     """As when a cell of a notebook runs again."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
     model = new_model()
     old = new_optimizer(model, "cpu")
     old.release_gradients()
@@ -296,8 +292,7 @@ def test_the_newest_optimizer_takes_over_and_the_old_one_can_go(monkeypatch: pyt
     assert gone() is None
 
 
-def test_parameters_that_are_added_later_are_released_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+def test_parameters_that_are_added_later_are_released_too() -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = FusedAdamS([first], schedule="lagged", backend="cpu")
     optimizer.release_gradients()
@@ -309,8 +304,7 @@ def test_parameters_that_are_added_later_are_released_too(monkeypatch: pytest.Mo
     assert int(optimizer.state[second]["step"]) == 3
 
 
-def test_hyper_parameters_are_those_of_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+def test_hyper_parameters_are_those_of_the_backward_pass() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = FusedAdamS([param], lr=0.1, schedule="lagged", weight_decay=0.0, backend="cpu")
     optimizer.release_gradients()
@@ -323,8 +317,7 @@ def test_hyper_parameters_are_those_of_the_backward_pass(monkeypatch: pytest.Mon
     assert not torch.equal(param, before)
 
 
-def test_decoupled_decay_needs_no_schedule_and_can_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 1)
+def test_decoupled_decay_needs_no_schedule_and_can_release() -> None:
     model, peer = new_model(), new_model()
     optimizer = FusedAdamS(model.parameters(), decay="decoupled", weight_decay=0.01, backend="cpu")
     adamw = torch.optim.AdamW(peer.parameters(), weight_decay=0.01)

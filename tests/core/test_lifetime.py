@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,12 +44,8 @@ def stepped(params: Params, **options: Any) -> FusedAdamS:
     return optimizer
 
 
-def lagged(params: Params, **options: Any) -> FusedAdamS:
-    return stepped(params, schedule="lagged", **options)
-
-
-def clipped(params: Params, **options: Any) -> FusedAdamS:
-    return stepped(params, max_grad_norm=0.5, skip_nonfinite=True, **options)
+lagged = partial(stepped, schedule="lagged")
+clipped = partial(stepped, max_grad_norm=0.5, skip_nonfinite=True)
 
 
 def in_two_buckets(params: Params, **options: Any) -> FusedAdamS:

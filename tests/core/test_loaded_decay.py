@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from swd_fused import FusedAdamS
 from tests.runs import random_grads, random_params, run
@@ -209,41 +204,4 @@ def test_the_kind_is_in_the_groups_and_survives_torchs_flattened_checkpoints() -
     assert decay_of(optimizer)[0] == 1e-3
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "groups"])
-def test_the_kind_can_be_copied(how: str) -> None:
-    params = random_params(SHAPES)
-    decoupled = trained(params, DECOUPLED)
-    copied = copy.deepcopy(decoupled) if how == "deepcopy" else FusedAdamS(decoupled.param_groups, decay="decoupled")
-    assert copied.state_dict()["param_groups"][0]["decay"] == "decoupled"
-
-
-def test_it_holds_for_all_groups() -> None:
-    params = random_params(SHAPES)
-    optimizer = trained(params, SCHEDULED)
-    before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match="decay='l2' in a parameter group, but it holds for all groups"):
-        optimizer.add_param_group({"params": random_params([(2,)]), "decay": "l2"})
-    optimizer.param_groups[0]["decay"] = "decoupled"
-    with pytest.raises(ValueError, match="decay='decoupled' in a parameter group, but it holds for all groups"):
-        optimizer.step()
-    assert all(map(torch.equal, params, before))
-
-
 # --- The other direction
-
-
-@pytest.mark.parametrize("kind", ["scheduled", "calibrating", "decoupled"])
-def test_adamw_gets_its_weight_decay_as_documented(kind: str) -> None:
-    """The two lines of docs/migrating.md."""
-    params = random_params(SHAPES)
-    optimizer = trained(params, KINDS[kind])
-    adamw = torch.optim.AdamW(params)
-    adamw.load_state_dict(optimizer.state_dict())
-    for group, weight_decay in zip(adamw.param_groups, optimizer.effective_weight_decay(), strict=True):
-        group["weight_decay"] = weight_decay
-    if kind == "scheduled":
-        wanted = 1e-3 / (float(optimizer.exp_avg_sq_mean.sqrt()) + 1e-8)
-    else:
-        wanted = {"calibrating": 0.2, "decoupled": 0.1}[kind]
-    assert adamw.param_groups[0]["weight_decay"] == pytest.approx(wanted, rel=1e-12)
-    run(params, random_grads(SHAPES, 1), adamw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from swd_fused import FusedAdamS
 from swd_fused.state import masters
 from tests.device import DEVICE
 from tests.masters_definition import as_float32, bits_of, master_of, nearest
-from tests.runs import random_grads, random_params, run, steps_for
+from tests.runs import random_grads, random_params, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,28 +76,6 @@ def test_a_step_that_changes_nothing_keeps_all_bits(backend: str, transposed: bo
     assert torch.equal(param.detach()[numbers], values[numbers])
     assert torch.equal(optimizer.state[param]["master_remainder"][numbers], remainder[numbers])
     assert torch.equal(param.isnan(), values.isnan())
-
-
-@pytest.mark.usefixtures("_codes_of_small_tensors")
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"amsgrad": True, "schedule": "lagged"}], ids=str)
-def test_a_long_run_is_the_one_with_float32_masters(backend: str, options: dict[str, Any]) -> None:
-    """Bit for bit that of float32 parameters, of which a run with float32 masters has the bits (test_mixed_precision).
-
-    Its gradients come from parameters that are the nearest bfloat16 numbers, but for those halfway between two.
-    """
-    if backend == "torch" and "amsgrad" not in options and "state_dtype" not in options:
-        pytest.skip("torch's fused kernel updates float32 parameters there, but not masters")
-    shapes = [(300,), (24, 33)]
-    params = random_params(shapes, torch.bfloat16)
-    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
-    optimizer = FusedAdamS(params, lr=1e-2, master_weights=True, backend=backend, **options)
-    reference = FusedAdamS(wide, lr=1e-2, backend=backend, **options)
-    for grads in random_grads(shapes, 1000 if backend == "cpu" else steps_for(backend, 20), torch.bfloat16):
-        run(params, [grads], optimizer)
-        run(wide, [[grad.float() for grad in grads]], reference)
-    for param, peer in zip(params, wide, strict=True):
-        assert torch.equal(optimizer.master_param(param), peer.detach())
-        assert torch.equal(param.detach(), nearest(peer.detach(), torch.bfloat16))
 
 
 WRITTEN = {"zero": 0.0, "-0": -0.0, "infinity": float("inf"), "-infinity": float("-inf"), "a number": -3.0}

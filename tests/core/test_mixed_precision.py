@@ -8,57 +8,35 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.definition import AdamS, Group
 from tests.masters_definition import master_of, nearest
-from tests.runs import error, fused, moments, random_grads, random_params, run, steps_for, to_numpy
+from tests.runs import fused, random_grads, random_params, run, steps_for
 
 ONE = [{"params": [0], "weight_decay": 2e-3, "lr": 1e-3}]
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def definition_from(values: list[torch.Tensor], grads: list[list[torch.Tensor]], groups: list[dict[str, Any]]) -> AdamS:
-    reference = AdamS([to_numpy(value) for value in values], [Group(**group) for group in groups])
-    for step_grads in grads:
-        reference.step([to_numpy(grad) for grad in step_grads])
-    return reference
-
-
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"amsgrad": True, "schedule": "lagged"}], ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_masters_are_the_run_in_float32(backend: str, dtype: torch.dtype) -> None:
-    """Bit for bit: a float32 run with the same gradients. The parameters are its rounded copy.
-
-    On "torch" to rounding: there torch's fused kernel updates float32 parameters, but not masters.
-    """
+def test_masters_are_the_run_in_float32(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Bit for bit: a float32 run with the same gradients. The parameters are its rounded copy."""
     shapes = [(700,), (31, 17), (), (0,)]
     groups = [{"params": range(4), "lr": 1e-2, "weight_decay": 2e-3}]
-    params, grads = random_params(shapes, dtype), random_grads(shapes, steps_for(backend, 20), dtype)
+    params, grads = (
+        random_params(shapes, dtype),
+        random_grads(shapes, 300 if backend == "cpu" else steps_for(backend, 20), dtype),
+    )
     wide = [torch.nn.Parameter(param.detach().float()) for param in params]
-    optimizer = fused(params, groups, master_weights=True, backend=backend)
+    optimizer = fused(params, groups, master_weights=True, backend=backend, **options)
     run(params, grads, optimizer)
-    run(wide, [[grad.float() for grad in step_grads] for step_grads in grads], fused(wide, groups, backend=backend))
+    peer_optimizer = fused(wide, groups, backend=backend, **options)
+    run(wide, [[grad.float() for grad in step_grads] for step_grads in grads], peer_optimizer)
     for param, peer in zip(params, wide, strict=True):
         master = optimizer.master_param(param)
         assert master.dtype == torch.float32
         assert torch.equal(master, master_of(param, optimizer.state[param]))
-        if backend == "torch":
-            torch.testing.assert_close(master, peer.detach(), rtol=1e-6, atol=1e-6)
-        else:
-            assert torch.equal(master, peer.detach())
+        assert torch.equal(master, peer.detach())
         assert torch.equal(param.detach(), nearest(master, dtype))
-
-
-def test_masters_keep_updates_that_rounding_loses(backend: str) -> None:
-    """A quarter of a bfloat16's last place, many times over."""
-    steps = steps_for(backend, 60)
-    grads = [[torch.full((64,), 1e-3, dtype=torch.bfloat16)] for _ in range(steps)]
-    moved = {}
-    for masters in (False, True):
-        param = torch.nn.Parameter(torch.full((64,), 1.0, dtype=torch.bfloat16))
-        group = [{"params": [0], "lr": 1e-3, "weight_decay": 0.0}]
-        run([param], grads, fused([param], group, master_weights=masters, backend=backend))
-        moved[masters] = float((1 - param.detach().float()).mean())
-    assert moved[False] == 0.0
-    assert moved[True] == pytest.approx(1e-3 * steps, abs=2e-3)
 
 
 def test_only_16_bit_parameters_get_masters(backend: str) -> None:
@@ -81,24 +59,6 @@ def test_a_model_that_is_converted_between_steps_gets_the_state_it_needs(backend
         assert optimizer.state[params[0]]["exp_avg_sq"].dtype == wanted
         assert {key for key in optimizer.state[params[0]] if "master" in key} == keys.get(dtype, set())
     assert float(optimizer.state[params[0]]["step"]) == 5
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_masters_follow_a_model_that_was_loaded(backend: str, dtype: torch.dtype) -> None:
-    """Where it was changed, for bfloat16 within half of the last place; elsewhere they keep their precision."""
-    params, grads = random_params([(40,)], dtype), random_grads([(40,)], 4, dtype)
-    optimizer = fused(params, ONE, master_weights=True, backend=backend)
-    run(params, grads[:3], optimizer)
-    before = optimizer.master_param(params[0]).clone()
-    with torch.no_grad():
-        params[0][:20] = 7.0
-    group = [{**ONE[0], "lr": 0.0}]
-    optimizer.param_groups[0]["lr"] = group[0]["lr"]
-    run(params, grads[3:], optimizer)
-    master = optimizer.master_param(params[0])
-    torch.testing.assert_close(master[:20], torch.full((20,), 7.0), rtol=0, atol=2**-6 if dtype == HALVES[0] else 0)
-    assert torch.equal(master[20:], before[20:])
-    assert not torch.equal(before[20:], before[20:].to(dtype).float())
 
 
 def test_stochastic_rounding_is_unbiased(backend: str) -> None:
@@ -152,19 +112,6 @@ def test_stochastic_rounding_is_reproducible(backend: str) -> None:
     assert all(map(torch.equal, once, rounded_run(backend, 1, steps, resume_at=steps // 2)))
 
 
-def test_stochastic_rounding_with_moments_of_a_float64_run(backend: str) -> None:
-    """Which are kept as they are, so that the update is computed in float64."""
-    before = [torch.nn.Parameter(torch.ones(1000, dtype=torch.float64))]
-    saved = fused(before, ONE, backend=backend)
-    run(before, [[torch.ones(1000, dtype=torch.float64)]], saved)
-    params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
-    optimizer = fused(params, ONE, stochastic_rounding=True, backend=backend)
-    optimizer.load_state_dict(saved.state_dict())
-    optimizer.param_groups[0].update(lr=1e-3, weight_decay=0.0)
-    run(params, [[torch.ones(1000, dtype=torch.bfloat16)]], optimizer)
-    assert float((1 - params[0].detach().double()).mean()) == pytest.approx(1e-3, rel=0.2)
-
-
 def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:
     param = torch.nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0], dtype=torch.bfloat16))
     run(
@@ -174,27 +121,6 @@ def test_nonfinite_values_are_not_rounded_away(backend: str) -> None:
     assert param[1] == -torch.inf
     assert param[2].isnan()
     assert param[3].isfinite()
-
-
-def test_state_dtype_on_request(backend: str) -> None:
-    """It is the first moment's. The second one, of which the schedule is the mean, stays in float32."""
-    shapes = [(700,), (31, 17)]
-    groups = [{"params": [0, 1], "lr": 1e-3, "betas": (0.9, 0.9)}]
-    params, grads = random_params(shapes), random_grads(shapes, steps_for(backend, 20))
-    start = [param.detach().clone() for param in params]
-    optimizer = fused(params, groups, state_dtype=torch.bfloat16, backend=backend)
-    run(params, grads, optimizer)
-    reference = definition_from(start, grads, groups)
-    assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {torch.bfloat16}
-    assert {optimizer.state[p]["exp_avg_sq"].dtype for p in params} == {torch.float32}
-    largest = float(max(abs(x).max() for x in reference.exp_avg))
-    assert error(moments(optimizer, params, "exp_avg"), reference.exp_avg) < 2e-2 * largest
-    assert error(params, reference.params) < 1e-3
-    stored = sum(float(optimizer.state[p]["exp_avg_sq"].double().sum()) for p in params)
-    step = len(grads)
-    run(params, [[torch.zeros(shape) for shape in shapes]], optimizer)
-    carried = 0.9 * stored / (1 - 0.9 ** (step + 1)) / sum(p.numel() for p in params)
-    assert float(optimizer.exp_avg_sq_mean) == pytest.approx(carried, rel=1e-6)
 
 
 # --- Updates that bfloat16 cannot hold

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.options import (
-    GROUP_DEFAULTS,
-    Compatibility,
-    Options,
-)
+from swd_fused.options import GROUP_DEFAULTS, Compatibility, Options
 from tests.runs import random_grads, random_params, run
 
 OPTIONS = {**GROUP_DEFAULTS, "process_group": None, **Options._field_defaults}

@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from tests.runs import defined, error, fused, random_grads, random_params, run, steps_for
+from tests.runs import defined, error, fused, random_grads, random_params, run
 
 SHAPES = [(700,), (31, 17), (), (3, 300)]
 GROUPS = [{"params": range(len(SHAPES)), "lr": 1e-2, "weight_decay": 2e-3}]
-
-COMBINATIONS: list[Any] = [
-    (torch.bfloat16, {"master_weights": True}),
-    (torch.float16, {"master_weights": True, "amsgrad": True}),
-    (torch.bfloat16, {"master_weights": True, "state_dtype": torch.bfloat16}),
-    (torch.bfloat16, {"stochastic_rounding": True, "seed": 5}),
-    (torch.bfloat16, {"stochastic_rounding": True, "amsgrad": True}),
-    (torch.float32, {"state_dtype": torch.bfloat16}),
-    (torch.float32, {"state_dtype": torch.float16, "schedule": "lagged"}),
-    (torch.bfloat16, {"master_weights": True, "max_grad_norm": 0.5, "skip_nonfinite": True}),
-    (torch.float32, {"decay": "decoupled"}),
-    (torch.bfloat16, {"master_weights": True, "state_dtype": "8bit", "seed": 5}),
-    (torch.float32, {"decay": "l2", "bias_correction": False}),
-    (torch.float32, {"state_dtype": "8bit", "schedule": "lagged", "seed": 7}),
-    (torch.float32, {"state_dtype": "8bit", "amsgrad": True, "max_grad_norm": 0.5}),
-    (torch.bfloat16, {"state_dtype": "8bit", "stochastic_rounding": True}),
-]
-
-
-def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
-
-
-@pytest.mark.usefixtures("_codes_of_small_tensors")
-@pytest.mark.parametrize(("dtype", "options"), COMBINATIONS, ids=str)
-def test_resumed_run_is_bit_identical(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    steps = steps_for(backend, 10)
-    params, grads = random_params(SHAPES, dtype), random_grads(SHAPES, steps, dtype)
-    whole = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    optimizer = fused(whole, GROUPS, backend=backend, **options)
-    run(whole, grads, optimizer)
-
-    first = fused(params, GROUPS, backend=backend, **options)
-    run(params, grads[: steps // 2], first)
-    resumed = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    second = fused(resumed, GROUPS, backend=backend, **options)
-    second.load_state_dict(saved_and_loaded(first.state_dict()))
-    run(resumed, grads[steps // 2 :], second)
-
-    assert torch.equal(optimizer.exp_avg_sq_mean, second.exp_avg_sq_mean)
-    for param, other in zip(whole, resumed, strict=True):
-        assert torch.equal(param, other)
-        assert optimizer.state[param].keys() == second.state[other].keys()
-        for key, value in optimizer.state[param].items():
-            assert value.dtype == second.state[other][key].dtype
-            assert torch.equal(value, second.state[other][key]), key
 
 
 def trained(dtype: torch.dtype, **options: Any) -> tuple[list[torch.nn.Parameter], FusedAdamS]:
@@ -243,27 +192,3 @@ def test_each_moment_is_read_and_written_in_its_own_dtype(backend: str, narrow: 
         found = [resumed.state[param][key] for param in params]
         assert {tensor.dtype for tensor in found} == {torch.float32 if key == narrow else torch.float64}
         assert error(found, getattr(reference, key)) < 1e-7
-
-
-@pytest.mark.usefixtures("_codes_of_small_tensors")
-@pytest.mark.parametrize("schedule", ["exact", "lagged"])
-def test_maxima_in_float64_beside_moments_in_8_bits(backend: str, schedule: str) -> None:
-    """What computes may then be float64, but codes and scales stay as they are."""
-    options: dict[str, Any] = {"amsgrad": True, "state_dtype": "8bit", "schedule": schedule, "backend": backend}
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
-    narrow = fused(params, GROUPS, **options)
-    run(params, grads[:2], narrow)
-    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    wide = fused(twins, GROUPS, **options)
-    wide.load_state_dict(narrow.state_dict())
-    for param in twins:
-        wide.state[param]["max_exp_avg_sq"] = wide.state[param]["max_exp_avg_sq"].double()
-    for tensors, optimizer in ((params, narrow), (twins, wide)):
-        run(tensors, grads[2:], optimizer)
-    assert error(twins, [param.detach().double().cpu().numpy() for param in params]) < 1e-6
-    for param, twin in zip(params[:2], twins[:2], strict=True):
-        one, two = narrow.state[param], wide.state[twin]
-        assert two["max_exp_avg_sq"].dtype == torch.float64
-        for key in ("exp_avg_codes", "exp_avg_sq_root_codes"):
-            assert int((one[key].int() - two[key].int()).abs().max()) <= 1
-        torch.testing.assert_close(one["exp_avg_sq_root_scales"], two["exp_avg_sq_root_scales"])

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.core.torch_expectations.contestants import assert_same
 from tests.device import DEVICE
-from tests.runs import random_grads, random_params, run
+from tests.runs import assert_same, random_grads, random_params, run
 
 SHAPES = [(50,), (20, 30)]
 AMSGRAD, MASTERS = {"amsgrad": True}, {"master_weights": True}

@@ -12,8 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from swd_fused import FusedAdamS
-from tests.definition import MeanOfStepBefore
-from tests.runs import defined, error, fused, random_grads, random_params, run, steps_for, to_numpy
+from tests.runs import error, fused, random_grads, random_params, run, steps_for, to_numpy
 
 SHAPES = [(300,), (40, 5)]
 
@@ -34,19 +33,6 @@ def test_clipping_equals_clip_grad_norm(backend: str) -> None:
 
 
 @pytest.mark.backends(split=True)
-def test_lagged_uses_the_mean_of_the_step_before(backend: str) -> None:
-    """The first step is exact. The mean that is reported is the one that was used."""
-    params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
-    reference = defined(params, grads, [{"params": range(2)}], MeanOfStepBefore, lr=0.1)
-    before = defined(params, grads[:-1], [{"params": range(2)}], lr=0.1)
-    optimizer = FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend)
-    run(params, grads, optimizer)
-    assert error(params, reference.params) < 1e-14
-    torch.testing.assert_close(float(optimizer.exp_avg_sq_mean), float(before.exp_avg_sq_mean), rtol=1e-12, atol=0)
-    torch.testing.assert_close(float(optimizer.grad_norm), float(reference.grad_norm), rtol=1e-12, atol=0)
-
-
-@pytest.mark.backends(split=True)
 def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> None:
     shapes = [(20,), (30,)]
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, 4, torch.float64)
@@ -60,18 +46,6 @@ def test_lagged_leaves_out_parameters_that_have_not_stepped(backend: str) -> Non
     assert optimizer.exp_avg_sq_mean == peer.exp_avg_sq_mean
     run(params, grads[3:], optimizer)
     assert optimizer.exp_avg_sq_mean != peer.exp_avg_sq_mean
-
-
-@pytest.mark.backends(split=True)
-def test_lagged_is_over_the_parameters_that_took_the_step_before(backend: str) -> None:
-    """Whichever have a gradient now: on shards the others cannot know, and one process does the same."""
-    shapes = [(20,), (30,), (7, 5)]
-    params, grads = random_params(shapes, torch.float64), random_grads(shapes, 12, torch.float64)
-    for t, step_grads in enumerate(grads):
-        step_grads[t % 3] = None  # type: ignore[call-overload]
-    reference = defined(params, grads, [{"params": range(3)}], MeanOfStepBefore, lr=0.1)
-    run(params, grads, FusedAdamS(params, lr=0.1, schedule="lagged", backend=backend))
-    assert error(params, reference.params) < 1e-14
 
 
 @pytest.mark.parametrize("removed", [0, 1])

@@ -72,31 +72,6 @@ def test_the_callers_state_goes_on(backend: str, schedule: str) -> None:
     assert steps_of(optimizer.state_dict()) == [3.0] * 3
 
 
-def test_the_optimizers_own_state_goes_on_under_other_parameters(backend: str) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
-    optimizer = FusedAdamS(params, backend=backend)
-    run(params, grads[:2], optimizer)
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    with swapped_in(optimizer, others, optimizer.state_dict()):
-        run(others, grads[2:3], optimizer)
-    assert steps_of(optimizer.state_dict()) == [3.0] * 3
-    run(params, grads[3:], optimizer)
-    assert steps_of(optimizer.state_dict()) == [4.0] * 3
-
-
-def test_a_skipped_step_does_not_count(backend: str) -> None:
-    params = random_params(SHAPES)
-    optimizer = FusedAdamS(params, skip_nonfinite=True, backend=backend)
-    run(params, random_grads(SHAPES, 2), optimizer)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    others = random_params(SHAPES)
-    with swapped_in(optimizer, others, state_dict):
-        run(others, [[torch.full(shape, torch.nan) for shape in SHAPES]], optimizer)
-        assert steps_of(state_dict) == [2.0] * 3
-        run(others, random_grads(SHAPES, 1), optimizer)
-    assert steps_of(state_dict) == [3.0] * 3
-
-
 def test_counters_that_a_user_keeps_advance(backend: str) -> None:
     """As they do in torch's optimizers, also where gradients come and go, and a parameter takes its first step."""
     params, grads = random_params(SHAPES), random_grads(SHAPES, 4)

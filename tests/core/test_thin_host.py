@@ -18,6 +18,7 @@ from swd_fused.core import stepper
 from swd_fused.core.snapshot import Snapshot
 from swd_fused.core.values import SCHEDULED, GroupValues
 from swd_fused.options import GROUP_OPTIONS
+from tests.core.test_effects import CHANGES as EFFECTS
 from tests.runs import random_grads, random_params, run
 
 SHAPES = [(20,), (30,), (7, 5)]
@@ -123,28 +124,7 @@ def test_what_kernels_rely_on_is_watched(change: str, described: list[Snapshot])
     assert len(described) == 2
 
 
-# Another value for each entry of a group. Whoever adds an option must add it here, and it is watched.
-OTHER: dict[str, Any] = {
-    "lr": 0.5,
-    "betas": (0.5, 0.5),
-    "eps": 0.5,
-    "weight_decay": 0.5,
-    "amsgrad": True,
-    "maximize": True,
-    "max_decay": 0.5,
-    "adamw_weight_decay": 0.5,
-    "calibration_steps": 5,
-    "bias_correction": False,
-    "state_dtype": torch.bfloat16,
-    "process_group": None,
-    "corrected_decay": True,
-    "cautious_decay": True,
-    "largest_lr": 0.5,
-    "largest_lr_so_far": 0.5,
-    "ema_decay": 0.5,
-    "ema_warmup": True,
-    "decay": "l2",
-}
+OTHER = {name: change.value for name, change in EFFECTS.items()} | {"process_group": None, "largest_lr_so_far": 0.5}
 
 
 @pytest.mark.parametrize("key", GROUP_OPTIONS)
@@ -161,32 +141,6 @@ def test_all_entries_of_a_group_are_watched(key: str) -> None:
         assert values.rows == values.on(CPU).rows == expected.rows
         assert values.on(CPU).table is table
         assert torch.equal(table, expected.on(CPU).table)
-
-
-@pytest.mark.parametrize(
-    "numbers", [{"lr": 1}, {"lr": torch.tensor(0.1)}, {"betas": [0.5, 0.6]}, {"betas": (torch.tensor(0.5), 0.6)}]
-)
-def test_only_plain_numbers_are_followed(numbers: dict[str, Any]) -> None:
-    optimizer = FusedAdamS(random_params(SHAPES))
-    values = GroupValues(optimizer.param_groups, "scheduled", decay)
-    optimizer.param_groups[0].update(numbers)
-    assert not values.hold(optimizer.param_groups)
-    assert not GroupValues([{**optimizer.param_groups[0], "lr": torch.tensor(0.1)}], "scheduled", decay).hold(
-        [{**optimizer.param_groups[0], "lr": 0.1}]
-    )
-
-
-@pytest.mark.parametrize("numbers", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (-0.1, 0.9)}])
-def test_numbers_that_a_scheduler_sets_are_checked(numbers: dict[str, Any]) -> None:
-    optimizer = FusedAdamS(random_params(SHAPES))
-    for param in optimizer.numbered_params():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.param_groups[0].update(numbers)
-    before = [param.clone() for param in optimizer.numbered_params()]
-    with pytest.raises(ValueError, match=next(iter(numbers))):
-        optimizer.step()
-    assert all(map(torch.equal, before, optimizer.numbered_params()))
 
 
 # --- A short way

@@ -13,7 +13,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
@@ -114,3 +115,20 @@ def _on_rank(rank: int, folders: list[Path], function: Callable[..., Any], args:
     Path(ANSWER).write_bytes(pickle.dumps(answer))
     Path(PHASE).write_text("in teardown")
     dist.destroy_process_group()
+
+
+@contextmanager
+def counted_all_reduces(counts: list[int]) -> Iterator[None]:
+    """Appends how many all-reduces there are within it."""
+    counts.append(0)
+    all_reduce = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield
+    finally:
+        dist.all_reduce = all_reduce

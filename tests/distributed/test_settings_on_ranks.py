@@ -1,4 +1,4 @@
-"""What is set, fails or is replaced between two steps, where several ranks share a mean or average their weights."""
+"""What is set or fails between two steps, where several ranks share a mean."""
 
 from __future__ import annotations
 
@@ -169,37 +169,7 @@ def test_a_process_group_set_later_is_obeyed(schedule: str) -> None:
         assert "process_group='world', wanted a torch.distributed.ProcessGroup" in means[f"{schedule} nonsense"]
 
 
-# --- Averaging, which puts other memory in the place of a parameter's
-
-
-def averaged(dtype: torch.dtype) -> bool:
-    """Whether a step after the averaging goes on from the average."""
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of what it uses itself
-
-    params = new_params(dtype)
-    inner = FusedAdamS(params, lr=0.125, master_weights=True)
-    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
-    for t in range(3):  # averages after the first and the third
-        take_step(params, optimizer, t)
-    gathered = [[torch.empty_like(param) for _ in range(2)] for param in params]
-    for param, both in zip(params, gathered, strict=True):
-        dist.all_gather(both, param.data.contiguous())
-        assert torch.equal(*both), "the averaging itself"
-    others = [nn.Parameter(param.detach().clone()) for param in params]
-    expected = FusedAdamS(others, lr=0.125, master_weights=True)
-    state_dict = copy.deepcopy(inner.state_dict())
-    for state in state_dict["state"].values():
-        state.pop("master_param", None)
-    expected.load_state_dict(state_dict)
-    take_step(params, inner, 3)
-    take_step(others, expected, 3)
-    return all(map(torch.equal, params, others))
-
-
-def test_masters_follow_the_averages_of_post_local_sgd() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        assert once_on_ranks(2, averaged, dtype) == [True, True]
+# --- Offloaded shards
 
 
 @pytest.mark.parametrize(("served", "place"), [(("cuda",), "cuda"), (("cpu", "cuda"), "cpu")])

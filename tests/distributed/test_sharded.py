@@ -5,6 +5,7 @@ Each world size is started once, for all cases: a test looks at what its case re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from swd_fused import FusedAdamS
 from swd_fused.distributed.collective import Collective
 from tests.definition import MeanOfStepBefore
 from tests.distributed import sharded_model
-from tests.distributed.ranks import once_on_ranks
+from tests.distributed.ranks import counted_all_reduces, once_on_ranks
 from tests.distributed.sharded_model import (
     LR,
     MAX_GRAD_NORM,
@@ -43,19 +44,10 @@ def counted(options: dict[str, Any], model: nn.Module, part: slice) -> tuple[Rec
     optimizer = FusedAdamS(param_groups(model), lr=LR, **options)
     calls: list[int] = []
     travelling: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls[-1] += 1
-        return all_reduce(*args, **kwargs)
 
     def step(optimizer: FusedAdamS) -> None:
-        calls.append(0)
-        dist.all_reduce = counting
-        try:
+        with counted_all_reduces(calls):
             optimizer.step()
-        finally:
-            dist.all_reduce = all_reduce
         reduction = optimizer._stepper._step_before._reduction
         travelling.append(0 if reduction is None else len(reduction._travelling))
 
@@ -174,43 +166,27 @@ def expected(options: str) -> Record:
 RUNS = [(size, layout.__name__, options) for size in LAYOUTS for layout in LAYOUTS[size] for options in OPTIONS]
 
 
-@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
-def test_sharded_equals_the_definition_on_one_process(size: int, layout: str, options: str) -> None:
-    """Over clipping, a warm-up and decay of lr, groups with and without decay, a gradient that comes and goes."""
-    reference = expected(options)
-    for answers in results(size):
-        record, _ = answers[f"{layout}, {options}"]
-        assert distance(record, reference) < 1e-12
-        torch.testing.assert_close(record.means, reference.means, rtol=1e-10, atol=0)
-        torch.testing.assert_close(record.rms_grads, reference.rms_grads, rtol=1e-10, atol=0)
-        if options != "lagged":
-            torch.testing.assert_close(record.grad_norms, reference.grad_norms, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
-def test_the_mean_is_bitwise_the_same_on_all_ranks(size: int, layout: str, options: str) -> None:
-    first, *others = [answers[f"{layout}, {options}"][0] for answers in results(size)]
-    assert len(set(first.means)) >= sharded_model.STEPS - 1  # the first two of a lagged run are the same
-    assert all(other.means == first.means for other in others)
-
-
+# One for each process group that anything is sharded over. amsgrad takes another round.
 ALL_REDUCES = {"fsdp": 1, "offloaded": 1, "tensor_parallel": 1, "ddp": 0, "hsdp": 1, "tp_fsdp": 2}
 
 
 @pytest.mark.parametrize(("size", "layout", "options"), RUNS)
-def test_all_reduces_in_a_step(size: int, layout: str, options: str) -> None:
-    """One for each process group that anything is sharded over. amsgrad takes another round."""
-    expected_calls = ALL_REDUCES[layout] * (2 if options == "amsgrad" else 1)
+def test_sharded_equals_the_definition_on_one_process(size: int, layout: str, options: str) -> None:
+    """Over clipping, a warm-up and decay of lr, groups with and without decay, a gradient that comes and goes. The mean
+    is bitwise the same on all ranks, and only lagged sums travel while the model computes."""
+    reference = expected(options)
+    is_lagged = options == "lagged"
     for answers in results(size):
-        _, calls = answers[f"{layout}, {options}"]
-        assert set(calls[1:]) == {expected_calls}  # the first one of a lagged run is exact
-
-
-@pytest.mark.parametrize(("size", "layout", "options"), RUNS)
-def test_only_lagged_sums_travel_while_the_model_computes(size: int, layout: str, options: str) -> None:
-    expected_travelling = 1 if options == "lagged" and layout != "ddp" else 0
-    for answers in results(size):
-        assert answers[f"{layout}, {options}"][0].travelling == [expected_travelling] * sharded_model.STEPS
+        record, calls = answers[f"{layout}, {options}"]
+        assert distance(record, reference) < 1e-12
+        torch.testing.assert_close(record.means, reference.means, rtol=1e-10, atol=0)
+        torch.testing.assert_close(record.rms_grads, reference.rms_grads, rtol=1e-10, atol=0)
+        assert record.means == results(size)[0][f"{layout}, {options}"][0].means
+        if not is_lagged:
+            torch.testing.assert_close(record.grad_norms, reference.grad_norms, rtol=1e-10, atol=0)
+        # The first step of a lagged run is exact.
+        assert set(calls[1:]) == {ALL_REDUCES[layout] * (2 if options == "amsgrad" else 1)}
+        assert record.travelling == [int(is_lagged and layout != "ddp")] * sharded_model.STEPS
 
 
 @pytest.mark.parametrize("size", CASES)
@@ -227,3 +203,27 @@ def test_in_float32_within_1e_6_of_one_process(size: int) -> None:
 @pytest.mark.parametrize("case", ["wrong", "wrong, tensor parallel"])
 def test_the_mean_of_the_own_shard_is_told_apart(size: int, case: str) -> None:
     assert max(distance(answers[case][0], expected("clipping")) for answers in results(size)) > 1e-4
+
+
+# --- torch.compile, of the model and of the step
+
+
+def compiled(what: str) -> Record:
+    """By the backend that traces, differentiates and then runs eagerly: generating code would take a minute. What
+    communicates between the passes of a step is no graph."""
+    model = fully_shard(new_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = FusedAdamS(param_groups(model), lr=LR, **CLIP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if what == "model":
+            model.compile(backend="aot_eager")
+            return train(model, optimizer)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        return train(model, optimizer, step=lambda _: step())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "step"])
+def test_compiled_equals_eager(what: str) -> None:
+    for record in once_on_ranks(2, compiled, what):
+        assert distance(record, expected("clipping")) < 1e-12

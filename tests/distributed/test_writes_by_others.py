@@ -152,51 +152,27 @@ def mean_after_a_rollback(schedule: str) -> bool:
     return continues_as_loaded(model, optimizer, schedule=schedule)
 
 
-MEANS = [
-    (schedule, key, locally)
-    for schedule in ("exact", "lagged")
-    for key in ("exp_avg_sq", "max_exp_avg_sq")
-    for locally in (False, True)
+SCHEDULES = ["exact", "lagged"]
+CASES: list[tuple[Any, ...]] = [
+    *((masters_after, write, dtype) for write in WRITES_TO_PARAMS for dtype in (torch.bfloat16, torch.float16)),
+    *(
+        (mean_after_a_write, schedule, key, locally)
+        for schedule in SCHEDULES
+        for key in ("exp_avg_sq", "max_exp_avg_sq")
+        for locally in (False, True)
+    ),
+    *((mean_after_a_switch, schedule, switches) for schedule in SCHEDULES for switches in (1, 2)),
+    *((mean, schedule) for mean in (mean_after_a_replacement, mean_after_a_rollback) for schedule in SCHEDULES),
 ]
 
 
-SCHEDULES = ["exact", "lagged"]
-SWITCHES = [1, 2]
-HALVES = [torch.bfloat16, torch.float16]
+def run_cases() -> list[bool]:
+    return [function(*arguments) for function, *arguments in CASES]
 
 
-def cases() -> dict[Any, bool]:
-    masters: dict[Any, bool] = {
-        (write.__name__, dtype): masters_after(write, dtype) for write in WRITES_TO_PARAMS for dtype in HALVES
-    }
-    switches = {(schedule, count): mean_after_a_switch(schedule, count) for schedule in SCHEDULES for count in SWITCHES}
-    replacements = {schedule: mean_after_a_replacement(schedule) for schedule in SCHEDULES}
-    rollbacks = {("rollback", schedule): mean_after_a_rollback(schedule) for schedule in SCHEDULES}
-    return masters | switches | replacements | rollbacks | {case: mean_after_a_write(*case) for case in MEANS}
+NAMES = [" ".join(getattr(part, "__name__", str(part)) for part in case) for case in CASES]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("write", [write.__name__ for write in WRITES_TO_PARAMS])
-def test_masters_follow(write: str, dtype: torch.dtype) -> None:
-    assert [answers[write, dtype] for answers in once_on_ranks(2, cases)] == [True, True]
-
-
-@pytest.mark.parametrize("case", MEANS, ids=str)
-def test_the_mean_is_that_of_the_state(case: tuple[str, str, bool]) -> None:
-    assert [answers[case] for answers in once_on_ranks(2, cases)] == [True, True]
-
-
-@pytest.mark.parametrize("switches", SWITCHES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_mean_follows_amsgrad(schedule: str, switches: int) -> None:
-    assert [answers[schedule, switches] for answers in once_on_ranks(2, cases)] == [True, True]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_mean_is_that_of_moments_put_in_place_of_others(schedule: str) -> None:
-    assert [answers[schedule] for answers in once_on_ranks(2, cases)] == [True, True]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_mean_is_that_of_state_loaded_into_a_running_optimizer(schedule: str) -> None:
-    assert [answers["rollback", schedule] for answers in once_on_ranks(2, cases)] == [True, True]
+@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
+def test_the_next_step_goes_on_from_what_was_written(number: int) -> None:
+    assert [answers[number] for answers in once_on_ranks(2, run_cases)] == [True, True]

@@ -8,10 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from tests.fuzz.campaign import Failure, failures
+from tests.fuzz.campaign import failures
 
 
 def main() -> int:
@@ -23,22 +20,16 @@ def main() -> int:
     parser.add_argument("--stop", action="store_true", help="at the first failure")
     arguments = parser.parse_args()
     numbers = range(arguments.cases) if arguments.case is None else [arguments.case]
-    console = Console(soft_wrap=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    failed: list[Failure] = []
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"seed {arguments.seed}", total=len(numbers))
-        for failure in failures(arguments.seed, numbers, arguments.triton):
-            progress.advance(task)
-            if failure is not None:
-                failed.append(failure)
-                progress.update(task, description=f"seed {arguments.seed}, {len(failed)} failed")
-                console.print(str(failure), markup=False)
-                if arguments.case is not None:
-                    console.print(str(failure.case), markup=False)
-                if arguments.stop:
-                    break
-    console.print(f"{len(failed)} of {len(numbers)} cases failed", markup=False)
+    failed = 0
+    for count, failure in enumerate(failures(arguments.seed, numbers, arguments.triton), 1):
+        if failure is not None:
+            failed += 1
+            print(failure, *([failure.case] if arguments.case is not None else []), sep="\n", flush=True)
+        elif count % 100 == 0:
+            print(f"{count} of {len(numbers)} cases, {failed} failed", flush=True)
+        if failed and arguments.stop:
+            break
+    print(f"{failed} of {len(numbers)} cases failed")
     return bool(failed)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS, ScheduledWeightDecay
-from tests.paper.test_scheduled_weight_decay import LAMBDA, STEPS, fused_adam, wrapped
+from tests.paper.test_scheduled_weight_decay import fused_adam, wrapped
 from tests.runs import SHAPES, random_grads, random_params, run
 
 
@@ -92,62 +92,32 @@ def test_a_tensor_learning_rate_is_followed() -> None:
     torch.testing.assert_close(params[0], twins[0], rtol=1e-7, atol=1e-8)
 
 
-def test_groups_added_later_decay_too() -> None:
-    a, b = random_params([(2,), (3,)])
-    optimizer = ScheduledWeightDecay(torch.optim.AdamW([a]), 1e-3)
-    optimizer.add_param_group({"params": [b], "lr": 0.5})
-    assert optimizer.optimizer.param_groups[1][LAMBDA] == 1e-3
-    assert optimizer.optimizer.param_groups[1]["weight_decay"] == 0.0
-    assert len(optimizer.param_groups) == 2
-
-
-def halves(dtype: torch.dtype = torch.float32) -> tuple[list[torch.nn.Parameter], list[list[Tensor]], list[Tensor]]:
-    """Parameters, gradients, and what the whole run makes of a copy of them."""
-    params = random_params(SHAPES, dtype)
-    grads = random_grads(SHAPES, STEPS, dtype)
-    whole = copy.deepcopy(params)
-    run(whole, grads, wrapped(whole))
-    return params, grads, [param.detach() for param in whole]
-
-
 def same(params: list[torch.nn.Parameter], expected: list[Tensor]) -> bool:
     return all(torch.equal(param, other) for param, other in zip(params, expected, strict=True))
 
 
-def test_a_resumed_run_has_the_same_bits() -> None:
-    params, grads, expected = halves()
-    first = wrapped(params)
-    run(params, grads[:20], first)
+def sgd(params: list[torch.nn.Parameter]) -> ScheduledWeightDecay:
+    """Has no second moments of its own."""
+    return ScheduledWeightDecay(torch.optim.SGD(params, lr=0.1, momentum=0.9), 1e-2)
+
+
+@pytest.mark.parametrize("build", [wrapped, sgd])
+def test_resumed_runs_and_copies_have_the_same_bits(build: Any) -> None:
+    params, grads = random_params(SHAPES), random_grads(SHAPES, 20)
+    first = build(params)
+    run(params, grads[:10], first)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = wrapped(params)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    run(params, grads[20:], second)
-    assert same(params, expected)
-
-
-def test_a_resumed_run_of_an_optimizer_without_second_moments_keeps_its_averages() -> None:
-    params = random_params([(9,)], torch.float64)
-    whole = copy.deepcopy(params)
-    grads = random_grads([(9,)], 20, torch.float64)
-    run(whole, grads, ScheduledWeightDecay(torch.optim.SGD(whole, lr=0.1, momentum=0.9), 1e-2))
-    first, second = (ScheduledWeightDecay(torch.optim.SGD(params, lr=0.1, momentum=0.9), 1e-2) for _ in range(2))
-    run(params, grads[:10], first)
-    second.load_state_dict(first.state_dict())
-    run(params, grads[10:], second)
-    assert torch.equal(params[0], whole[0])
-
-
-def test_copies_and_pickles_go_on_alike() -> None:
-    params, grads, expected = halves()
-    first = wrapped(params)
-    run(params, grads[:20], first)
-    for remade in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-        own = [param for group in remade.param_groups for param in group["params"]]
-        assert remade.param_groups is remade.optimizer.param_groups
-        run(own, grads[20:], remade)
-        assert same(own, expected)
+    loaded = build(copy.deepcopy(params))
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    others = [loaded, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    run(params, grads[10:], first)
+    for other in others:
+        own = [param for group in other.param_groups for param in group["params"]]
+        assert other.param_groups is other.optimizer.param_groups
+        run(own, grads[10:], other)
+        assert same(own, [param.detach() for param in params])
 
 
 @pytest.mark.parametrize("what", ["pickled", "state_dict"])

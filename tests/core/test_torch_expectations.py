@@ -1,0 +1,538 @@
+"""What torch's own tests expect of every optimizer, written anew, with AdamW as the yardstick: what AdamW does not meet
+is no expectation of torch's.
+
+torch's test files are not in its wheel. Its `OptimizerInfo` machinery is, but needs `expecttest`, which torch does not
+bring. What other files here test of all backends is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler as lrs
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import SWALR
+
+from swd_fused import FusedAdamS, FusedAdamW
+from tests.runs import assert_same
+
+Params = list[torch.nn.Parameter]
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **{"weight_decay": 5e-4, **options})
+
+
+def by_cpp(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return FusedAdamS(params, **{"backend": "cpu", **options})
+
+
+def by_torch(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return FusedAdamS(params, **{"backend": "torch", **options})
+
+
+contestants = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(adamw, id="AdamW", marks=pytest.mark.slow),  # whether these are torch's expectations
+        pytest.param(by_cpp, id="cpu"),
+        pytest.param(by_torch, id="torch"),
+        pytest.param(FusedAdamW, id="FusedAdamW"),
+    ],
+)
+
+# The constructor's arguments that torch's generic tests go through for Adam.
+configs = pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"weight_decay": 0.01, "maximize": True},
+        {"weight_decay": 0.01, "amsgrad": True, "betas": (0.5, 0.6), "eps": 1e-3},
+        {"lr": torch.tensor(0.01)},
+    ],
+    ids=str,
+)
+
+
+def fresh(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy with tensors of its own: schedulers write to them."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in config.items()}
+
+
+def params_like(*shapes: tuple[int, ...], seed: int = 0) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_grads(params: Params, seed: int) -> None:
+    for param, grad in zip(params, params_like(*(p.shape for p in params), seed=seed), strict=True):
+        param.grad = grad.detach()
+
+
+def train(params: Params, optimizer: torch.optim.Optimizer, steps: int, seed: int = 100) -> None:
+    for step in range(steps):
+        set_grads(params, seed + step)
+        optimizer.step()
+
+
+def copies(params: Params) -> Params:
+    return [torch.nn.Parameter(param.detach().clone()) for param in params]
+
+
+# --- Steps
+
+
+@pytest.mark.thinned
+@contestants
+@configs
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("schedulers", [(), (lrs.StepLR, lrs.ReduceLROnPlateau)], ids=len)
+def test_goes_in_the_right_direction(
+    make: Make, config: dict[str, Any], contiguous: bool, schedulers: tuple[Any, ...]
+) -> None:
+    weight, bias, values = (p.detach() for p in params_like((10, 5), (10,), (5,)))
+    if not contiguous:
+        weight, bias = torch.stack([weight, weight], -1)[..., 0], torch.stack([bias, bias], -1)[..., 0]
+    weight, bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    optimizer = make([weight, bias], **fresh(config))
+    ways = [kind(optimizer, *([10] if kind is lrs.StepLR else [])) for kind in schedulers]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight.mv(values) + bias).square().sum()
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        for way in ways:
+            way.step(*([loss.item()] if isinstance(way, lrs.ReduceLROnPlateau) else []))
+    after = closure().item()
+    assert after > before if config.get("maximize") else after < before
+
+
+@contestants
+@pytest.mark.parametrize("under", [torch.no_grad, torch.enable_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_closure(make: Make, under: Callable[[], Any]) -> None:
+    """Runs once, with gradients enabled whatever is around; its result is returned, and the mode is as before."""
+    param = params_like((4,))[0]
+    optimizer = make([param])
+    enabled = []
+
+    def closure() -> Tensor:
+        enabled.append(torch.is_grad_enabled())
+        if under is torch.inference_mode:
+            param.grad = torch.ones(4)
+            return torch.tensor(7.0)
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    with under():
+        mode = torch.is_grad_enabled()
+        loss = optimizer.step(closure)
+        assert torch.is_grad_enabled() == mode
+    assert enabled == [True]
+    assert isinstance(loss, Tensor)
+
+
+@contestants
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_between_inference_mode_and_none(make: Make, steps_before: int) -> None:
+    """State that was made outside serves inside. State that was made inside serves outside: more than AdamW's does."""
+    params = params_like((4,), (3, 2))
+    twins = copies(params)
+    optimizer = make(params)
+    train(params, optimizer, steps_before)
+    with torch.inference_mode():
+        train(params, optimizer, 1, seed=100 + steps_before)
+        if make is not adamw:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if make is adamw and not steps_before:
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+            train(params, optimizer, 1)
+        return
+    train(params, optimizer, 2, seed=101 + steps_before)
+    train(twins, make(twins), 3 + steps_before)
+    assert_same(params, twins)
+
+
+@contestants
+def test_step_hooks(make: Make) -> None:
+    """In torch's order; and one before the step may replace its arguments."""
+    params = params_like((4,))
+    optimizer = make(params)
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
+        optimizer.register_step_pre_hook(lambda *_: seen.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("post")),
+    ]
+    try:
+        train(params, optimizer, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["global pre", "pre", "post", "global post"]
+    train(params, optimizer, 1)
+    assert len(seen) == 4
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0
+
+
+@contestants
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(make: Make, set_to_none: bool) -> None:
+    params = params_like((4,), (3,))
+    params[1].grad = torch.ones(3)
+    make(params).zero_grad(set_to_none=set_to_none)
+    assert params[0].grad is None
+    assert params[1].grad is None if set_to_none else torch.equal(params[1].grad, torch.zeros(3))
+
+
+@contestants
+def test_a_tensor_lr_is_read_anew_and_not_written(make: Make) -> None:
+    params = params_like((4,))
+    start = copies(params)
+    lr = torch.tensor(0.0)
+    optimizer = make(params, lr=lr)
+    train(params, optimizer, 1)
+    assert_same(params, start)
+    lr.fill_(0.1)
+    train(params, optimizer, 1)
+    assert not torch.equal(params[0], start[0])
+    assert lr == pytest.approx(0.1)
+
+
+# --- States
+
+
+@contestants
+@configs
+def test_state_and_hyper_parameters_go_through_a_file(make: Make, config: dict[str, Any]) -> None:
+    params = params_like((4,), (3, 2))
+    optimizer = make(params, **fresh(config))
+    for part in range(2):
+        train(params, optimizer, 2, seed=10 * part)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert_same(loaded, optimizer.state_dict())
+        twins = copies(params)
+        other = make(twins)
+        other.load_state_dict(loaded)
+        for own, its in ((params, optimizer), (twins, other)):
+            train(own, its, 2, seed=100 * part)
+        assert_same(params, twins)
+    for key, value in optimizer.param_groups[0].items():
+        assert key == "params" or other.param_groups[0][key] == value
+
+
+@contestants
+def test_a_state_dict_is_of_one_step(make: Make) -> None:
+    """Whether it follows the optimizer or not: the step count fits the moments, also later and also elsewhere."""
+    params = params_like((4,))
+    optimizer = make(params)
+    at_step = {}
+    train(params, optimizer, 1)
+    saved = optimizer.state_dict()
+    for step in range(1, 4):
+        at_step[step] = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
+        train(params, optimizer, 1, seed=step)
+    at_step[4] = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
+    other = make(copies(params))
+    other.load_state_dict(saved)
+    for state in (saved["state"][0], other.state[other.param_groups[0]["params"][0]]):
+        assert_same(dict(state), at_step[int(state["step"])])
+
+
+@contestants
+@pytest.mark.parametrize("number", [int, float, torch.tensor])
+def test_older_state_dicts(make: Make, number: Any) -> None:
+    """Without keys that came later, and with step counts that are numbers."""
+    params = params_like((4,), (3, 2))
+    optimizer = make(params)
+    train(params, optimizer, 2)
+    twins = copies(params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        for key in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+            group.pop(key, None)
+    for state in saved["state"].values():
+        state["step"] = number(int(state["step"]))
+    other = make(twins)
+    other.load_state_dict(saved)
+    for own, its in ((params, optimizer), (twins, other)):
+        train(own, its, 2)
+    assert_same(params, twins)
+
+
+@contestants
+def test_hooks_of_state_dicts(make: Make) -> None:
+    params = params_like((4,))
+    optimizer, other = make(params), make(copies(params))
+    train(params, optimizer, 1)
+    seen: list[str] = []
+
+    def with_another_lr(own: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["param_groups"][0]["lr"] = 0.25
+        return state_dict
+
+    optimizer.register_state_dict_pre_hook(lambda own: seen.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda own: seen.append("first"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda own, state_dict: {**state_dict, "note": 1})
+    optimizer.register_state_dict_post_hook(lambda own, state_dict: seen.append("post"))
+    other.register_load_state_dict_pre_hook(with_another_lr)
+    other.register_load_state_dict_pre_hook(lambda own, state_dict: seen.append("first of load"), prepend=True)
+    other.register_load_state_dict_post_hook(lambda own: seen.append(f"loaded {own.param_groups[0]['lr']}"))
+    saved = optimizer.state_dict()
+    assert saved.pop("note") == 1
+    other.load_state_dict(saved)
+    assert seen == ["first", "pre", "post", "first of load", "loaded 0.25"]
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@contestants
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_copies_go_on_by_themselves(make: Make, way: Any) -> None:
+    """Without hooks, and without the scheduler that counts the steps of the original."""
+    params = params_like((4,), (3, 2))
+    optimizer = make(params, lr=torch.tensor(0.01), amsgrad=True)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))  # which is copied in neither way
+    scheduler = lrs.ExponentialLR(optimizer, 0.5)
+    train(params, optimizer, 2)
+    scheduler.step()
+    twins, other = way((params, optimizer))
+    start = copies(params)
+    train(twins, other, 2)
+    assert_same(params, start)
+    train(params, optimizer, 2)
+    assert_same(params, twins)
+    assert len(seen) == 4
+
+
+@contestants
+def test_named_parameters(make: Make) -> None:
+    """Names are kept and saved, and those of the optimizer that loads stay, as with AdamW."""
+    optimizer, adamws = (kind(iter(zip("ab", params_like((4,), (3,)), strict=True))) for kind in (make, adamw))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["a", "b"]
+    for names in ("cd", None):
+        found = []
+        for kind, source in ((make, optimizer), (adamw, adamws)):
+            params = params_like((4,), (3,))
+            other = kind(params if names is None else list(zip(names, params, strict=True)))
+            other.load_state_dict(source.state_dict())
+            found.append(other.param_groups[0].get("param_names"))
+        assert found[0] == found[1]
+
+
+# --- Parameters
+
+
+@contestants
+def test_a_group_may_be_empty(make: Make) -> None:
+    params = params_like((4,))
+    train(params, make([{"params": []}, {"params": params}]), 2)
+
+
+@contestants
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        (torch.nn.Parameter(torch.ones(2)), TypeError),
+        ([], ValueError),
+        ([torch.nn.Parameter(torch.ones(2)) * 2], ValueError),  # not a leaf
+        ([{"params": {torch.nn.Parameter(torch.ones(2))}}], TypeError),  # a set
+        ([{"params": param} for param in params_like((4,)) * 2], ValueError),  # in two groups
+        ([("weight", torch.nn.Parameter(torch.ones(2))), torch.nn.Parameter(torch.ones(3))], ValueError),
+        ([{"params": params_like((2,))}, {"params": [("b", torch.nn.Parameter(torch.ones(2)))]}], ValueError),
+        (["not a tensor"], TypeError),
+    ],
+    ids=["tensor", "nothing", "not a leaf", "set", "twice", "some named", "one group named", "text"],
+)
+def test_what_is_no_list_of_parameters_is_refused(make: Make, params: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make(params)
+
+
+# --- Schedulers
+
+STEPS = 12
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: lrs.StepLR(o, 3, gamma=0.5),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 5, 9]),
+    "ConstantLR": lambda o: lrs.ConstantLR(o, factor=0.3, total_iters=4),
+    "LinearLR": lambda o: lrs.LinearLR(o, start_factor=0.2, total_iters=5),
+    "LinearLR to zero": lambda o: lrs.LinearLR(o, start_factor=1 / 3, end_factor=0.0, total_iters=4),
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lrs.PolynomialLR(o, total_iters=6, power=2.0),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 5, eta_min=1e-5),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 1e-3, 1e-1, step_size_up=3, mode="triangular2"),
+    "CyclicLR exp_range": lambda o: lrs.CyclicLR(o, 1e-3, 1e-1, 3, mode="exp_range", gamma=0.9, cycle_momentum=False),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)], [3]),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)]),
+    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, patience=1),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=3),
+}
+
+
+def scheduled(make: Make, name: str, lr: Any, params: Params) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = make([{"params": params[:1]}, {"params": params[1:], "lr": lr(3e-3)}], lr=lr(1e-2))
+    return optimizer, SCHEDULERS[name](optimizer)
+
+
+def advance(params: Params, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range) -> list[Any]:
+    """Returns the hyper-parameters after each step."""
+    seen = []
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lrs.ReduceLROnPlateau) else []))
+        seen.append([(float(group["lr"]), *map(float, group["betas"])) for group in optimizer.param_groups])
+    return seen
+
+
+@pytest.mark.thinned
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR steps its schedulers with an epoch
+@contestants
+@pytest.mark.parametrize("new_lr", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_set_what_they_set_for_adamw_and_resume(make: Make, name: str, new_lr: Any) -> None:
+    """Learning rates and, where momentum cycles, betas; tensors stay the tensors that they are."""
+    params, peers = params_like((5,), (3, 2)), params_like((5,), (3, 2))
+    optimizer, scheduler = scheduled(make, name, new_lr, params)
+    seen = advance(params, optimizer, scheduler, range(STEPS // 2))
+    twins = copies(params)
+    other, other_scheduler = scheduled(make, name, new_lr, twins)
+    other_scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    later = advance(params, optimizer, scheduler, range(STEPS // 2, STEPS))
+    assert seen + later == advance(peers, *scheduled(adamw, name, new_lr, peers), range(STEPS))
+    assert later == advance(twins, other, other_scheduler, range(STEPS // 2, STEPS))
+    assert_same(params, twins)
+    assert all(isinstance(group["lr"], Tensor) == (new_lr is torch.tensor) for group in optimizer.param_groups)
+    assert all(param.isfinite().all() for param in params)
+
+
+@contestants
+def test_a_scheduler_before_the_first_step_warns(make: Make) -> None:
+    scheduler = lrs.StepLR(make(params_like((3,))), 1)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
+        scheduler.step()
+
+
+# --- torch.compile, with the backend by which torch runs its own optimizer tests: see test_compile.py for the others
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_as_eager(make: Make, got: Any, wanted: Any) -> None:
+    """To the bit; but AdamW's compiled step is another order of the same operations."""
+    torch.testing.assert_close(got, wanted) if make is adamw else assert_same(got, wanted)
+
+
+def with_groups(make: Make, params: Params) -> torch.optim.Optimizer:
+    optimizer = make(params[:1], lr=0.5)
+    optimizer.add_param_group({"params": params[1:], "lr": 0.1})
+    return optimizer
+
+
+def deep_copied(make: Make, params: Params) -> torch.optim.Optimizer:
+    twin = copy.deepcopy(stepped(make, params))
+    for mine, its in zip(params, twin.param_groups[0]["params"], strict=True):
+        its.grad = mine.grad
+    return twin
+
+
+def loaded(make: Make, params: Params) -> torch.optim.Optimizer:
+    other = make(params, lr=0.5)
+    other.load_state_dict(stepped(make, params).state_dict())
+    return other
+
+
+def stepped(make: Make, params: Params) -> torch.optim.Optimizer:
+    optimizer = make(params, lr=0.01)
+    optimizer.step(lambda: params[0].sum())
+    return optimizer
+
+
+def followed_by_a_scheduler(make: Make, params: Params) -> torch.optim.Optimizer:
+    optimizer = make(params, lr=0.1)
+    scheduler = lrs.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scheduler.step()
+    return optimizer
+
+
+def without_gradients(make: Make, params: Params) -> torch.optim.Optimizer:
+    optimizer = stepped(make, params)
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.thinned
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
+@contestants
+@pytest.mark.parametrize(
+    "begin", [with_groups, deep_copied, loaded, followed_by_a_scheduler, without_gradients], ids=lambda f: f.__name__
+)
+def test_whole_functions_are_compiled(make: Make, begin: Callable[..., Any]) -> None:
+    """Compiled they leave the parameters and the state that they leave uncompiled."""
+    params = params_like((4,), (3, 2))
+    twins = copies(params)
+
+    def run(params: Params) -> Any:
+        optimizer = begin(make, params)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    for own in (params, twins):
+        set_grads(own, 0)
+    wanted = run(twins)
+    assert_as_eager(make, torch.compile(run, backend="eager")(params), wanted)
+    assert_as_eager(make, params, twins)
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.filterwarnings("ignore")
+@contestants
+def test_loading_and_hooks_are_compiled(make: Make) -> None:
+    """Into an optimizer that was made outside, and has steps behind it."""
+    params = params_like((4,), (3, 2))
+    optimizer = make(params)
+    train(params, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(params, optimizer, 3)
+    torch.compile(lambda: optimizer.load_state_dict(saved), backend="eager")()
+    assert_same(optimizer.state_dict()["state"], saved["state"])
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    torch.compile(optimizer.step, backend="eager")()
+    assert seen == ["pre", "post"]
+    assert float(optimizer.state[params[0]]["step"]) == 2
