@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -107,6 +108,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     # A GPU does not tell of a NaN that it computes.
     with launches(split=bool(split)), np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         yield name
+
+
+@pytest.fixture
+def _interrupts_are_raised() -> Iterator[None]:
+    """Also where the shell has started the tests in the background, which then ignore SIGINT."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
 
 
 @pytest.fixture

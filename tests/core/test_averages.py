@@ -221,6 +221,7 @@ def failing_at(number: int) -> Callable[[averages.Exchange], None]:
     return fail
 
 
+@pytest.mark.usefixtures("_interrupts_are_raised")
 @pytest.mark.parametrize("way", ["an error inside", "Ctrl-C inside", "no memory", "Ctrl-C on the way"])
 def test_whatever_is_raised_it_is_undone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = random_params([(40,), (30,), (20,)])

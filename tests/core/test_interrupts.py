@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,18 +20,10 @@ from swd_fused import FusedAdamS
 from tests.device import DEVICE
 from tests.runs import random_grads, random_params, run
 
-pytestmark = pytest.mark.backends(interpreted=False)
+pytestmark = [pytest.mark.backends(interpreted=False), pytest.mark.usefixtures("_interrupts_are_raised")]
 
 SHAPES = [(30,), (4, 5), (7,)]
 PACKAGE = str(Path(swd_fused.__file__).parent)
-
-
-@pytest.fixture(autouse=True)
-def _interrupts_are_raised() -> Iterator[None]:
-    """Also where the shell has started the tests in the background, which then ignore SIGINT."""
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, usual)
 
 
 class InterruptedAt:
