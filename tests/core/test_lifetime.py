@@ -20,7 +20,7 @@ from tests.runs import random_grads, random_params, run
 SHAPES = [(40,), (6, 7)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # a collection takes as long as ten of the tests
 def _no_garbage_collection() -> Iterator[None]:
     # The first optimizer of a process, AdamW too, stays in a frame from which torch imports its compiler.
     torch.optim.AdamW(random_params([(1,)]))
