@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +79,8 @@ class Bucket:
     def __init__(self, key: BucketKey, entries: Entries, options: Options) -> None:
         self.backend, self.device, self.amsgrad, unused, self.sharding = key
         self.options = options
-        self.numbers, self.group_indices, self._whole_params, _, states = entries
+        self.numbers, self.group_indices, self._whole_params, owned, states = entries
+        self._is_new = all(map(is_, owned, states))  # so that its state needs no check
         self.params = self._whole_params
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
@@ -137,7 +138,8 @@ class Bucket:
         """Raises unless every tensor fits its parameter and has its memory."""
         if self.params is not self._whole_params:  # others were checked before
             check_grads((param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None)
-        check_stored(self.params, self.state, self.coded)
+        if not self._is_new:
+            check_stored(self.params, self.state, self.coded)
 
     # --- What backends ask for
 

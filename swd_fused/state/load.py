@@ -271,13 +271,16 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             state = saved_state.get(key, {})
-            is_mapping = isinstance(state, Mapping)
-            if is_mapping:
+            if isinstance(state, Mapping):
+                if is_plain(state, param):
+                    plain.append((state, param, key))
+                    by_param[param] = state
+                    continue
                 state = with_remainder(as_adams(state))
                 if "step" in saved_group and state and "step" not in state:  # apex counts by group
                     state = {**state, "step": saved_group["step"]}
             if state:
-                (plain if is_mapping and is_plain(state, param) else checked).append((state, param, key))
+                checked.append((state, param, key))
                 by_param[param] = state
     if plain and not _are_sound([state for state, _, _ in plain]):
         checked += plain
