@@ -89,6 +89,8 @@ class Tree:
             if is_cpp and self.run("setup.py", "-q", "build_ext", "--inplace", "--force", CXX=COMPILER):
                 return "ERROR, it does not compile"
             code = self.tested(mutant)
+            if code < 0:  # the tests have crashed, for instance by a write to memory that was freed
+                return None
             return {0: "SURVIVED", 1: None}.get(code, f"ERROR, pytest ended with {code}")
         finally:
             path.write_text(text)
