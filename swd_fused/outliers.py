@@ -60,8 +60,7 @@ class Norms(NamedTuple):
         if options.outliers == "skip":
             return Judgement(norm, is_outlier, is_outlier & (self.skips_in_a_row < MOST_SKIPS_IN_A_ROW), None)
         clipped = torch.where(is_outlier, self.mean + reach.square() / excess, norm)
-        # With the 1e-6 of `schedule.clip_factor`, so that this is the same as a smaller max_grad_norm.
-        return Judgement(clipped, is_outlier, None, torch.where(is_outlier, clipped / (norm + 1e-6), 1.0))
+        return Judgement(clipped, is_outlier, None, torch.where(is_outlier, clipped / norm, 1.0))
 
     def after(self, judged: Judgement) -> Tensor:
         """Returns the numbers after a step. Its norm enters the averages unless the step is skipped."""

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from swd_fused import FusedAdamS
+from swd_fused.outliers import KEY
 from tests.definition import MeanOfStepBefore
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharded_model import (
@@ -42,11 +43,12 @@ from tests.distributed.sharded_model import (
 
 # `side` has no gradient in step 4. A lagged mean is over those that took the step before, which loaded state does not
 # tell, so that run is interrupted where they are the same.
-HALF = {"exact": 5, "amsgrad": 5, "lagged": 6}
+HALF = {"exact": 5, "amsgrad": 5, "lagged": 6, "outliers": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"max_grad_norm": MAX_GRAD_NORM},
     "amsgrad": {"max_grad_norm": MAX_GRAD_NORM, **VARIANTS},
     "lagged": {"schedule": "lagged"},
+    "outliers": {"max_grad_norm": MAX_GRAD_NORM, "outliers": "clip"},  # of which there are none in the first 25 steps
 }
 FORMS = {
     "sharded": StateDictOptions(),
@@ -138,6 +140,7 @@ def resume(directory: Path) -> dict[str, Any]:
             optimizer = FusedAdamS(param_groups(model), lr=0.5, **options)
             load_one(directory / name / form, model, optimizer, form, form_options)
             answers[f"{name}, {form}"] = train(model, optimizer, range(HALF[name], STEPS))
+            answers[f"numbers, {name}, {form}"] = optimizer.param_groups[0].get(KEY)
     for form, form_options in FORMS.items():
         model = model_on_all_ranks()
         optimizer = FusedAdamS(param_groups(model), lr=LR)
@@ -178,6 +181,12 @@ def test_resumed_equals_uninterrupted(resumed: list[dict[str, Any]], name: str, 
         record = answers[f"{name}, {form}"]
         assert distance(record, reference) < 1e-12
         torch.testing.assert_close(record.means, reference.means[HALF[name] : STEPS], rtol=1e-10, atol=0)
+        numbers = answers[f"numbers, {name}, {form}"]
+        if name == "outliers":
+            mean = sum(reference.grad_norms) / STEPS
+            variance = sum((norm - mean) ** 2 for norm in reference.grad_norms) / STEPS
+            assert numbers.tolist() == pytest.approx([mean, variance, STEPS, 0, 0, STEPS], rel=1e-9)
+            assert torch.equal(numbers, resumed[0][f"numbers, {name}, {form}"])
 
 
 @pytest.mark.parametrize("form", FORMS)

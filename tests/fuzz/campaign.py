@@ -11,9 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from swd_fused import outliers
 from swd_fused.state import eight_bit
 from tests.device import DEVICE  # first: it has Triton's kernels interpreted
-from tests.fuzz.cases import Case, draw
+from tests.fuzz.cases import MEASURED_STEPS, Case, draw
 from tests.fuzz.compare import DifferenceError
 from tests.fuzz.session import Session
 
@@ -53,7 +54,8 @@ def failures(seed: int, numbers: Iterable[int], triton: bool = False) -> Iterato
 
 def _failure(case: Case, triton: bool) -> Failure | None:
     small_too = patch.multiple(eight_bit, LEAST_NUMEL=case.least_coded, LEAST_VECTOR=case.least_coded)
-    with warnings.catch_warnings(), np.errstate(all="ignore"), small_too:
+    few_steps = patch.object(outliers, "MEASURED_STEPS", MEASURED_STEPS)
+    with warnings.catch_warnings(), np.errstate(all="ignore"), small_too, few_steps:
         warnings.simplefilter("ignore")  # `max_decay` binds in many cases, and says so
         try:
             Session(case).run()

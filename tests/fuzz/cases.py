@@ -34,6 +34,8 @@ CODED_SHAPES = [(20, 256), (17, 300), (130, 32), (256, 16), (280, 15), (4200,), 
 SMALL_CODED_SHAPES = [(2, 256), (2, 300), (3, 32), (6, 16), (7, 15), (300,), (3, 4, 10)]
 LEAST_CODED, SMALL_LEAST_CODED = 4096, 90
 
+MEASURED_STEPS = 1  # of norms, before others stand out
+
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MIXED = (torch.float32, torch.float64, *SIXTEEN_BITS, torch.complex64, torch.complex128)
 
@@ -142,6 +144,9 @@ def _options(rng: random.Random, tensors: list[TensorSpec]) -> dict[str, Any]:
     else:
         options["max_grad_norm"] = rng.choice([None, None, 0.1, 1.0, 10.0])
         options["skip_nonfinite"] = rng.random() < 0.2
+        options["outliers"] = rng.choice([None, None, None, "skip", "clip"])
+        if options["outliers"]:
+            options["outlier_sigma"] = rng.choice([0.1, 0.5, 2.0])
     if dtypes & set(SIXTEEN_BITS) and rng.random() < 0.5:
         options["master_weights"] = True
     elif torch.bfloat16 in dtypes and rng.random() < 0.5:

@@ -29,7 +29,7 @@ class OneStep(AdamS):
     def step(self, grads: list[Array | None]) -> None:
         self.last_mean = self._last_mean() if self.lagged else None
         groups = self.groups
-        clip, norm = self._clip(grads), self._norm(grads)
+        clip, norm = self._clip(grads), self.norm(grads)
         self.applied, self.applied_size = [None] * len(grads), [None] * len(grads)
         for group in groups:
             l2 = group.weight_decay * (-1 if group.maximize else 1)
@@ -43,13 +43,13 @@ class OneStep(AdamS):
         super().step(self.applied)
         self.groups, self.max_grad_norm, self.grad_norm = groups, max_grad_norm, norm
 
-    def _norm(self, grads: list[Array | None]) -> Array:
+    def norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))
 
     def _clip(self, grads: list[Array | None]) -> Array:
         if self.max_grad_norm is None:
             return wide(1.0)
-        return min(wide(1.0), self.max_grad_norm / (self._norm(grads) + wide(1e-6)))
+        return min(wide(1.0), self.max_grad_norm / (self.norm(grads) + wide(1e-6)))
 
     def _last_mean(self) -> Array | None:
         stepped = [(group, i) for group in self.groups for i in group.params if self.steps[i] > 0]

@@ -198,6 +198,8 @@ def warning_as_error(session: Session, step: StepSpec) -> None:
             session.take(session.trained, grads, None, None, session.case.threads)
         except UserWarning:
             session.check_unchanged("a warning as an error", before)
+    if session.case.options.get("outliers") == "skip":  # it may have stood out
+        session.skipped = int(session.trained.optimizer.skipped_steps)
 
 
 HAPPENINGS: dict[str, Callable[[Session, StepSpec], None]] = {

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
+from swd_fused.outliers import KEY
 from tests.definition import Array, Group
 from tests.eight_bit_definition import is_coded
 from tests.fuzz import coded
-from tests.fuzz.cases import Case, StepSpec, TensorSpec
+from tests.fuzz.cases import MEASURED_STEPS, Case, StepSpec, TensorSpec
 from tests.fuzz.compare import (
     DifferenceError,
     Start,
@@ -27,6 +28,7 @@ from tests.fuzz.definition import OneStep
 from tests.fuzz.events import happen
 from tests.fuzz.layouts import as_real, exact_copy, laid_out, same_bits, to_wide
 from tests.fuzz.trained import Snapshot, Trained, same_state, weights
+from tests.outliers_definition import Rule
 
 
 class Session:
@@ -67,15 +69,17 @@ class Session:
         before, judge = self.trained.snapshot(), self._judge()
         starts = [Start(*start) for start in zip(judge.params, judge.exp_avg, judge.exp_avg_sq, strict=True)]
         scale = np.longdouble(1.0 if step.loss_scale is None else step.loss_scale)
+        rule, has_grads = self._rule(), any(grad is not None for grad in grads)
         with np.errstate(all="ignore"):
-            judge.step([None if grad is None else to_wide(grad) / scale for grad in grads])
-        nonfinite = not np.isfinite(judge.grad_norm) and any(grad is not None for grad in grads)
-        skip = any(grad is not None for grad in grads) and (
-            skip or (nonfinite and bool(self.case.options.get("skip_nonfinite")))
-        )
+            scaled = [None if grad is None else to_wide(grad) / scale for grad in grads]
+            is_outlier = has_grads and rule is not None and self._is_outlier(rule, judge, scaled, skip)
+            judge.step(scaled)
+        nonfinite = has_grads and not np.isfinite(judge.grad_norm)
+        skip = has_grads and (skip or (nonfinite and bool(self.case.options.get("skip_nonfinite"))))
         found = None if step.loss_scale is None and not skip else torch.tensor(float(skip and not nonfinite))
         peer = self._peer() if self.case.options.get("stochastic_rounding") and not nonfinite else None
         self.take(self.trained, grads, step.loss_scale, found, self.case.threads)
+        skip |= is_outlier
         self.skipped += skip
         if int(self.trained.optimizer.skipped_steps) != self.skipped:
             raise DifferenceError(
@@ -144,6 +148,24 @@ class Session:
                 maxima = state.get("max_exp_avg_sq")
                 judge.max_exp_avg_sq[i] = judge.exp_avg_sq[i] if maxima is None else to_wide(maxima)
         return judge
+
+    def _rule(self) -> Rule | None:
+        """What decides whether the step stands out, with the numbers that the optimizer carries."""
+        options = self.case.options
+        if not options.get("outliers"):
+            return None
+        carried = self.trained.optimizer.param_groups[0].get(KEY, torch.zeros(6)).tolist()
+        return Rule(options["outliers"], options["outlier_sigma"], MEASURED_STEPS, *carried)
+
+    def _is_outlier(self, rule: Rule, judge: OneStep, grads: list[Array | None], skip: bool) -> bool:
+        """Returns whether the step is skipped. If it is clipped, `judge` clips as much."""
+        norm = judge.norm(grads)
+        nonfinite = bool(self.case.options.get("skip_nonfinite")) and not np.isfinite(norm)
+        taken = rule.step(float(norm), skip or nonfinite)
+        if taken < norm and taken:
+            limit = taken * (norm + np.longdouble(1e-6)) / norm
+            judge.max_grad_norm = limit if judge.max_grad_norm is None else min(limit, judge.max_grad_norm)
+        return taken == 0 != norm
 
     # --- What must hold
 
