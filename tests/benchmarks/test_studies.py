@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
+from benchmarks.eight_bit_training import CONTENDERS, NoisyDigits, Watched
 from benchmarks.paper import cli, training
 from benchmarks.paper.data import DataError
 from benchmarks.paper.optimizers import OPTIMIZERS
@@ -86,6 +87,7 @@ LESSONS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: paper_lesson(replace(IMAGES, optimizer=name)) for name in OPTIMIZERS},  # type: ignore[misc]
     "calibrated": lambda: decay_lesson(ADAMS),
     "corrected": lambda: decay_lesson(ADAMC),
+    "8 bits": lambda: Watched(NoisyDigits(), CONTENDERS[1], seed=0, steps=100),
 }
 
 
@@ -206,9 +208,10 @@ def test_killed_with_its_workers_a_command_goes_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert list(out.glob("*.checkpoint"))
-    cli.main(arguments(1, out))
+    cli.main(arguments(2, out))
     cli.main(arguments(1, tmp_path / "whole"))
     assert points(out) == points(tmp_path / "whole")
+    assert len(Store(out / "runs.jsonl").read()) == len(points(out))  # no run was taken twice
     assert not list(out.glob("*.checkpoint"))
 
 
