@@ -37,9 +37,11 @@ def batches(data: ImageData, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield images.expand(-1, 3, -1, -1), labels
 
 
-def train(
-    data: ImageData, kind: str, contender: str, seed: int, steps: int, bad: Sequence[int]
-) -> tuple[list[float], list[int]]:
+def bad_steps(steps: int) -> list[int]:
+    return [steps * quarter // 4 for quarter in (1, 2, 3)]
+
+
+def train(data: ImageData, kind: str, contender: str, seed: int, steps: int) -> tuple[list[float], list[int]]:
     """Returns the loss of each step, that of a bad one on its right labels, and the steps that stood out."""
     torch.manual_seed(seed)
     model = SmallResNet(width=8, blocks=1)
@@ -48,7 +50,7 @@ def train(
     for step, (images, labels) in zip(range(steps), batches(data, seed), strict=False):
         logits = model.layers(images)
         losses.append(float(F.cross_entropy(logits.detach(), labels)))
-        is_bad = step in bad
+        is_bad = step in bad_steps(steps)
         if is_bad and kind == "labels":
             labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))]
         optimizer.zero_grad()
@@ -66,20 +68,20 @@ def train(
 
 def measure(data: ImageData, name: str, seeds: int, steps: int) -> list[dict[str, object]]:
     """Returns a row for each window of each contender: its loss, the median, least and largest over the seeds."""
-    load, rows = OtherLoad(), []
-    bad = [steps * quarter // 4 for quarter in (1, 2, 3)]
+    load, rows, bad = OtherLoad(), [], bad_steps(steps)
     for kind, contender in [("none", UNDISTURBED), *product(KINDS, CONTENDERS)]:
-        runs = [train(data, kind, contender, seed, steps, bad) for seed in range(seeds)]
+        runs = [train(data, kind, contender, seed, steps) for seed in range(seeds)]
         stood_out = [step for _, found in runs for step in found]
         planted = sum(step in bad for step in stood_out)
         others = len(stood_out) - planted
         print(f"{kind}, {contender}: {planted} of {seeds * len(bad)} bad steps stood out, {others} others", flush=True)
         for first in range(0, steps, WINDOW):
             means = [fmean(losses[first : first + WINDOW]) for losses, _ in runs]
-            row = {"data": name, "kind": kind, "contender": contender, "seeds": seeds, "first_step": first}
             values = {"loss": median(means), "least": min(means), "largest": max(means)}
-            counts = {"bad_steps": " ".join(map(str, bad)), "found": planted, "found_others": others}
-            rows.append({**row, **{key: f"{value:.4f}" for key, value in values.items()}, **counts, **conditions(load)})
+            row = {"data": name, "kind": kind, "contender": contender, "seeds": seeds, "first_step": first}
+            row |= {key: f"{value:.4f}" for key, value in values.items()}
+            row |= {"bad_steps": " ".join(map(str, bad)), "found": planted, "found_others": others}
+            rows.append({**row, **conditions(load)})
     return rows
 
 
@@ -100,9 +102,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> Path:
         tidy(axis)
     axes[0].set_ylabel(f"training loss, mean of {WINDOW} steps", fontsize=8)
     legend_above(figure, axes, columns=len(COLOURS))
-    caption = (
-        f"Median and range of {rows[0]['seeds']} seeds, ResNet of 20,000 parameters on {rows[0]['data']}, lr {LR:g}. "
-    )
+    caption = f"Median and range of {rows[0]['seeds']} seeds, ResNet on {rows[0]['data']}, lr {LR:g}. "
     return save(figure, path, caption + measured_on(rows))
 
 
