@@ -35,7 +35,7 @@ MODES = [
     pytest.param({}, id="exact"),
     pytest.param({"max_grad_norm": 1.0}, id="clipped"),
     pytest.param({"schedule": "lagged"}, id="lagged"),
-    pytest.param({"amsgrad": True}, id="amsgrad"),
+    pytest.param({"amsgrad": True, "ema_decay": 0.9}, id="amsgrad, averages"),
 ]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has several o
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"schedule": "lagged", "corrected_decay": True, "cautious_decay": True},
-    {"amsgrad": True, "max_grad_norm": 0.1},
+    {"amsgrad": True, "max_grad_norm": 0.1, "ema_decay": 0.9},
     {"state_dtype": "8bit"},
     {"outliers": "clip", "decay": "decoupled"},
 ]
@@ -63,6 +63,8 @@ def test_compiled_step_equals_eager(compiler: str, options: dict[str, Any], lr: 
         for scheduler in schedulers:
             scheduler.step()
     assert all(map(torch.equal, net.parameters(), peer.parameters()))
+    for param, other in zip(net.parameters(), peer.parameters(), strict=True):
+        assert all(map(torch.equal, optimizer.state[param].values(), eager.state[other].values()))
     assert torch.equal(optimizer.exp_avg_sq_mean, eager.exp_avg_sq_mean)
     if lr == "tensor":
         assert counter.frame_count == 1

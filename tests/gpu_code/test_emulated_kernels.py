@@ -295,6 +295,8 @@ BYTES = {
     "fp16 masters": (CASES["fp16 masters"], 2 + 14 + 14),
     "bf16 exp_avg": (CASES["bf16 exp_avg"], 2 + 10 + 8),
     "amsgrad": (CASES["amsgrad clipped"], 4 + 12 + 20 + 16),
+    "averages": (Case({"ema_decay": 0.9}), 4 + 16 + 12 + 8),
+    "averages in 8 bits of masters": (Case({**IN_8_BITS, "master_weights": True, "ema_decay": 0.9}, BF16), 24 + 1 / 16),
     "8 bits": (Case(IN_8_BITS), 20 + 1 / 16),
     "8 bits lagged": (Case({**IN_8_BITS, **LAGGED}), 16 + 1 / 16),
     "8 bits bf16": (Case({**IN_8_BITS, "stochastic_rounding": True}, BF16), 12 + 1 / 16),
