@@ -15,12 +15,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 import tiny_task
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, FusedAdamW
 
 BLOCK, WEIGHT_DECAY = 32, 0.1
 # In place of optim="adamw_torch_fused", which is Trainer's default.
 ADAMS: tuple[type, dict[str, Any]] = (FusedAdamS, {"lr": 1e-3, "adamw_weight_decay": WEIGHT_DECAY})
-ADAMW: tuple[type, dict[str, Any]] = (FusedAdamS, {"lr": 1e-3, "decay": "decoupled"})
+ADAMW: tuple[type, dict[str, Any]] = (FusedAdamW, {"lr": 1e-3})
 
 
 def blocks() -> list[dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""AdamS, Adam with Scheduled Weight Decay (Xie et al., NeurIPS 2023), as one fused step."""
+"""AdamW and AdamS (Adam with scheduled weight decay; Xie et al., NeurIPS 2023) as one fused step."""
 
 import sys
 import warnings
