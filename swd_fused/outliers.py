@@ -24,6 +24,7 @@ from swd_fused.devices.transfer import is_fake, scalar_dtype, to_device
 from swd_fused.options import Options
 
 if TYPE_CHECKING:
+    from swd_fused.core.sources import Source
     from swd_fused.core.step import Step
 
 KEY = "norm_statistics"  # of the carried numbers, in the first group
@@ -91,7 +92,8 @@ class OutlierGate(Gate):
     """A gate that also skips or clips steps that stand out."""
 
     watch: OutlierWatch
-    step: Step
+    source: Source  # and the next of the step, which would be kept in a cycle of references
+    groups: Groups
     judgement: Judgement | None = None
     skips_anyway: Tensor | None = None  # for another reason
 
@@ -99,8 +101,8 @@ class OutlierGate(Gate):
         """Decides once about a step, also if several calls take it: the first of them has counted its norm already."""
         assert grad_sq is not None, "it needs pass 1 or the caller's sum"
         if self.judgement is None:
-            begun = self.watch.latest if self.step.is_continued else None
-            self.judgement = begun or self.watch.judge(self.grad_norm(grad_sq), self.step.groups)
+            begun = self.watch.latest if self.source.continues else None
+            self.judgement = begun or self.watch.judge(self.grad_norm(grad_sq), self.groups)
         return self.judgement
 
     def grad_factor(self, grad_sq: Tensor | None, device: torch.device) -> Tensor | None:
@@ -132,7 +134,7 @@ class OutlierWatch:
         gate = OutlierGate(*step.gate)
         if self.options.outliers == "skip":
             gate = gate._replace(skip_nonfinite=True, may_skip=True)
-        gate.watch, gate.step = self, step
+        gate.watch, gate.source, gate.groups = self, step.source, step.groups
         return gate
 
     def judge(self, norm: Tensor, groups: Groups) -> Judgement:

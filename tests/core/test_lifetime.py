@@ -46,6 +46,7 @@ def stepped(params: Params, **options: Any) -> FusedAdamS:
 
 lagged = partial(stepped, schedule="lagged")
 clipped = partial(stepped, max_grad_norm=0.5, skip_nonfinite=True)
+judged = partial(stepped, outliers="clip")
 
 
 def in_two_buckets(params: Params, **options: Any) -> FusedAdamS:
@@ -142,7 +143,7 @@ def no_longer_released(params: Params, **options: Any) -> FusedAdamS:
 
 
 USES: list[Callable[..., FusedAdamS]] = [
-    *(unused, stepped, lagged, clipped, in_two_buckets, told_the_sum, told_by_a_provider, calibrated),
+    *(unused, stepped, lagged, clipped, judged, in_two_buckets, told_the_sum, told_by_a_provider, calibrated),
     *(shown_and_saved, copied, set_anew, refused, called_with_a_closure),
     *(released, released_in_the_middle, no_longer_released),
 ]
