@@ -45,14 +45,6 @@ def test_calibration_steps_are_adamws_and_the_schedule_goes_on_from_there(backen
     assert "\nadamw_weight_decay: 0.1, for 3 steps\n" in repr(optimizer)  # as it was asked for
 
 
-def test_groups_of_their_own() -> None:
-    params = random_params([(3,), (4,)])
-    groups = [{"params": params[:1], "adamw_weight_decay": 0.2, "calibration_steps": 7}, {"params": params[1:]}]
-    first, second = FusedAdamS(groups, adamw_weight_decay=0.1).param_groups
-    assert (first["adamw_weight_decay"], first["calibration_steps"]) == (0.2, 7)
-    assert (second["adamw_weight_decay"], second["calibration_steps"]) == (0.1, 100)
-
-
 def test_a_step_in_parts_counts_once(backend: str) -> None:
     """As DeepSpeed takes it: parameters of one group in several calls."""
     params = random_params(SHAPES)

@@ -198,18 +198,6 @@ def test_an_exchange_is_undone_to_the_bit(dtype: torch.dtype, options: Options) 
     assert all(map(torch.equal, everything(optimizer, params), everything(peer, peers)))
 
 
-@pytest.mark.parametrize("schedule", ["exact", "lagged"])
-def test_nothing_is_described_anew_after_an_exchange(backend: str, schedule: str) -> None:
-    params, grads = random_params([(40,), (30,)]), random_grads([(40,), (30,)], 3)
-    optimizer = FusedAdamS(params, ema_decay=0.9, backend=backend, schedule=schedule)  # type: ignore[arg-type]
-    run(params, grads[:2], optimizer)
-    snapshot = optimizer._stepper.latest
-    with optimizer.averaged_params():
-        pass
-    run(params, grads[2:], optimizer)
-    assert optimizer._stepper.latest is snapshot
-
-
 def failing_at(number: int) -> Callable[[averages.Exchange], None]:
     apply, calls = averages.Exchange.apply, iter(range(100))
 

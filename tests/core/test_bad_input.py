@@ -260,37 +260,34 @@ def test_a_tensor_lr_is_checked_each_time_it_changes() -> None:
 # --- Parameters
 
 
-def conjugated() -> list[Any]:
-    return [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())]
-
-
-def integers() -> list[Any]:
-    return [torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]
-
-
 def expanded() -> list[Any]:
     return [torch.nn.Parameter(torch.ones(3, 1).expand(3, 4))]
 
 
-def twice() -> list[Any]:
-    """torch warns that it will be an error, and steps twice; kernels update all parameters at the same time."""
-    return random_params(SHAPES[:1]) * 2
-
-
-def twice_by_names() -> list[Any]:
-    return [("first", params[0]) for params in [random_params(SHAPES[:1])] for _ in range(2)]
+def one() -> torch.nn.Parameter:
+    return random_params([(30,)])[0]
 
 
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        (conjugated, ValueError, "lazily conjugated"),
-        (integers, ValueError, r"dtype torch.int64 .* wanted a floating-point"),
+        (lambda: [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())], ValueError, "lazily conjugated"),
+        (
+            lambda: [torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)],
+            ValueError,
+            r"dtype torch.int64 .* wanted a floating-point",
+        ),
         (expanded, ValueError, r"strides \(1, 0\), wanted one whose elements have memory of their own"),
-        (twice, ValueError, r"shape \(30,\) twice in one group.*dict.fromkeys"),
-        (twice_by_names, ValueError, "twice in one group"),
+        # torch warns of these that it will be an error, and steps twice; kernels update all at the same time.
+        (lambda: [one()] * 2, ValueError, r"shape \(30,\) twice in one group.*dict.fromkeys"),
+        (lambda: [("first", one())] * 2, ValueError, "twice in one group"),
+        (lambda: [{"params": each} for each in [one()] * 2], ValueError, "more than one parameter group"),
         (lambda: [{"params": set(random_params(SHAPES))}], TypeError, "ordered"),
-        (lambda: torch.nn.Parameter(torch.ones(3)), TypeError, "iterable"),
+        (one, TypeError, "iterable"),
+        (lambda: ["not a tensor"], TypeError, "can only optimize Tensors"),
+        (lambda: [one() * 2], ValueError, "non-leaf"),
+        (lambda: [("weight", one()), one()], ValueError, "names"),
+        (lambda: [{"params": one()}, {"params": [("b", one())]}], ValueError, "names"),
         (list, ValueError, r"got no parameters.*Pass model.parameters"),
         (lambda: iter(()), ValueError, "a generator that was used before is empty"),
     ],
@@ -381,18 +378,8 @@ def quantized(moment: Tensor) -> Tensor:
 
 
 # Where a step would find it, the good state would be gone already.
-BAD_STEPS = [
-    nan,
-    inf,
-    -3,
-    1.5,
-    1e300,
-    "3",
-    10**400,
-    True,
-    [3],
-    *map(torch.tensor, (nan, -1.0, 1.5, [1.0, 2.0], 1 + 1j)),
-]
+BAD_STEPS: list[Any] = [*(nan, inf, -3, 1.5, 1e300, "3", 10**400, True, [3])]
+BAD_STEPS += map(torch.tensor, (nan, -1.0, 1.5, [1.0, 2.0], 1 + 1j))
 BAD_STEPS += [torch.tensor(1e300, dtype=torch.float64), torch.tensor(3.0, device="meta")]
 OTHER_MOMENTS: list[Callable[[Tensor], Tensor]] = [
     *(methodcaller("to", kind) for kind in (torch.complex64, torch.float8_e4m3fn, torch.int32, "meta")),

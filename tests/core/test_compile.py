@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from swd_fused import FusedAdamS
+from tests.runs import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
 
@@ -122,3 +123,21 @@ def test_a_copy_of_an_optimizer_steps_itself() -> None:
     torch.compile(twin.step, fullgraph=True, backend="aot_eager")()
     assert all(map(torch.equal, net.parameters(), before))
     assert not any(map(torch.equal, twin_net.parameters(), before))
+
+
+def test_loading_and_hooks_are_compiled() -> None:
+    """Into an optimizer that was made outside, and has steps behind it."""
+    net = model()
+    optimizer = FusedAdamS(net.parameters())
+    backward(net, torch.randn(8, 10))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    torch.compile(lambda: optimizer.load_state_dict(saved), backend="eager")()
+    assert_same(optimizer.state_dict()["state"], saved["state"])
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    torch.compile(optimizer.step, backend="eager")()
+    assert seen == ["pre", "post"]
+    assert float(optimizer.state[net[0].weight]["step"]) == 2  # type: ignore[index]

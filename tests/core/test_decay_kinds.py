@@ -262,15 +262,6 @@ def test_calibration_starts_from_adamc(backend: str, calibrated: bool) -> None:
         assert optimizer.param_groups[0]["adamw_weight_decay"] is None
 
 
-def test_groups_without_decay_have_no_timescale() -> None:
-    params = random_params([(5,), (6,)])
-    groups = [{"params": params[:1], "name": "matrices"}, {"params": params[1:], "weight_decay": 0.0}]
-    optimizer = FusedAdamS(groups, decay="decoupled", weight_decay=0.1, lr=0.01)
-    run(params, random_grads([(5,), (6,)], 1), optimizer)
-    timescales = {key: value for key, value in optimizer.metrics().items() if key.startswith("decay_timescale")}
-    assert timescales == {"decay_timescale/matrices": pytest.approx(1000)}
-
-
 def test_the_warning_of_max_decay_knows_the_correction() -> None:
     """It would bind at the peak, but not where the decay is corrected."""
     params = random_params([(50,)])
@@ -333,14 +324,6 @@ def test_bias_correction_by_group(backend: str) -> None:
     assert [group["bias_correction"] for group in other.param_groups] == [True, False]
     with pytest.raises(ValueError, match=r"different bias_correction, \[False, True\]"):
         optimizer.step(grad_sumsq=1.0)
-
-
-def test_torch_keywords_are_accepted_without_effect() -> None:
-    params, grads = random_params([(5,)]), random_grads([(5,)], 2)
-    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    run(params, grads, FusedAdamS(params, fused=True, foreach=None, capturable=True, differentiable=False))
-    run(twins, grads, FusedAdamS(twins))
-    assert torch.equal(params[0], twins[0])
 
 
 def test_apex_keywords_are_accepted() -> None:

@@ -164,16 +164,6 @@ def test_updates_are_gathered(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 3
 
 
-def test_first_step_keeps_its_gradients_and_frees_them_in_step() -> None:
-    model = new_model()
-    optimizer = new_optimizer(model, "cpu")
-    optimizer.release_gradients()
-    loss_of(model, 0).backward()
-    assert grads_left(model) == 8
-    optimizer.step()
-    assert grads_left(model) == 0
-
-
 @pytest.mark.parametrize("gathered", GATHERED)
 def test_micro_batches(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each but the last gradients only accumulate, those that the last does not have too."""

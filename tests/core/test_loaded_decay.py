@@ -160,15 +160,6 @@ def test_an_adamw_that_went_on_with_our_state_is_an_adamw() -> None:
     assert decay_of(decoupled)[:3] == [0.25, None, 0]
 
 
-def test_groups_of_an_adamw_are_not_its_state_dict() -> None:
-    params = random_params(SHAPES)
-    built = FusedAdamS(torch.optim.AdamW(params).param_groups, weight_decay=1e-3)
-    optimizer = FusedAdamS(params)
-    with silence():
-        optimizer.load_state_dict(built.state_dict())
-    assert optimizer.param_groups[0]["weight_decay"] == built.param_groups[0]["weight_decay"]
-
-
 # --- adamw_weight_decay is set
 
 
@@ -202,6 +193,3 @@ def test_the_kind_is_in_the_groups_and_survives_torchs_flattened_checkpoints() -
     with pytest.warns(UserWarning, match=r"weight_decay=0\.1.*keeping weight_decay=0\.001"):
         set_optimizer_state_dict(model, optimizer, state_dict, options=flattened)
     assert decay_of(optimizer)[0] == 1e-3
-
-
-# --- The other direction

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -180,14 +179,6 @@ def test_adamws_habit_is_noticed_in_the_first_step(backend: str, lr: float | tor
     assert [warning.filename for warning in caught] == [run.__code__.co_filename]  # which calls step()
     assert str(caught[0].message).endswith("If so large a decay is meant, pass a larger max_decay=, up to 1.")
     assert optimizer.effective_weight_decay() == [pytest.approx(100.0)]
-
-
-def test_no_warning_where_nothing_binds(backend: str) -> None:
-    params = random_params(SHAPES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(params, random_grads(SHAPES, 5), FusedAdamS(params, backend=backend))
-        run(params, random_grads(SHAPES, 5), FusedAdamS(params, lr=0.0, backend=backend))
 
 
 def test_what_is_logged_is_unknown_before_the_first_step(backend: str) -> None:

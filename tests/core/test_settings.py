@@ -94,22 +94,6 @@ def test_a_backend_set_later_takes_the_steps(backend: str, later: Any, schedule:
     assert all(map(torch.equal, params, as_it_was[0])) == (later == backend)
 
 
-def test_set_grad_none_and_provider_are_obeyed() -> None:
-    (param,) = params = random_params([(3,)])
-    optimizer = FusedAdamS(params)
-    optimizer.set_grad_none = False
-    param.grad = torch.ones(3)
-    optimizer.zero_grad()
-    assert param.grad is not None
-    param.grad = torch.ones(3)
-    optimizer.grad_sumsq_provider = lambda: (12.0, None)
-    optimizer.step()
-    assert float(optimizer.grad_norm) == pytest.approx(12.0**0.5)
-    optimizer.grad_sumsq_provider = None
-    optimizer.step()
-    assert float(optimizer.grad_norm) == pytest.approx(3.0**0.5)
-
-
 def pickled(both: Any) -> Any:
     return pickle.loads(pickle.dumps(both))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,36 +90,6 @@ def copies(params: Params) -> Params:
 # --- Steps
 
 
-@pytest.mark.thinned
-@contestants
-@configs
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("schedulers", [(), (lrs.StepLR, lrs.ReduceLROnPlateau)], ids=len)
-def test_goes_in_the_right_direction(
-    make: Make, config: dict[str, Any], contiguous: bool, schedulers: tuple[Any, ...]
-) -> None:
-    weight, bias, values = (p.detach() for p in params_like((10, 5), (10,), (5,)))
-    if not contiguous:
-        weight, bias = torch.stack([weight, weight], -1)[..., 0], torch.stack([bias, bias], -1)[..., 0]
-    weight, bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
-    optimizer = make([weight, bias], **fresh(config))
-    ways = [kind(optimizer, *([10] if kind is lrs.StepLR else [])) for kind in schedulers]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (weight.mv(values) + bias).square().sum()
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    for _ in range(20):
-        loss = optimizer.step(closure)
-        for way in ways:
-            way.step(*([loss.item()] if isinstance(way, lrs.ReduceLROnPlateau) else []))
-    after = closure().item()
-    assert after > before if config.get("maximize") else after < before
-
-
 @contestants
 @pytest.mark.parametrize("under", [torch.no_grad, torch.enable_grad, torch.inference_mode], ids=lambda m: m.__name__)
 def test_closure(make: Make, under: Callable[[], Any]) -> None:
@@ -189,30 +159,6 @@ def test_step_hooks(make: Make) -> None:
     assert len(seen) == 4
     optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, lambda: 7.0), kwargs))
     assert optimizer.step() == 7.0
-
-
-@contestants
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(make: Make, set_to_none: bool) -> None:
-    params = params_like((4,), (3,))
-    params[1].grad = torch.ones(3)
-    make(params).zero_grad(set_to_none=set_to_none)
-    assert params[0].grad is None
-    assert params[1].grad is None if set_to_none else torch.equal(params[1].grad, torch.zeros(3))
-
-
-@contestants
-def test_a_tensor_lr_is_read_anew_and_not_written(make: Make) -> None:
-    params = params_like((4,))
-    start = copies(params)
-    lr = torch.tensor(0.0)
-    optimizer = make(params, lr=lr)
-    train(params, optimizer, 1)
-    assert_same(params, start)
-    lr.fill_(0.1)
-    train(params, optimizer, 1)
-    assert not torch.equal(params[0], start[0])
-    assert lr == pytest.approx(0.1)
 
 
 # --- States
@@ -343,32 +289,6 @@ def test_named_parameters(make: Make) -> None:
 # --- Parameters
 
 
-@contestants
-def test_a_group_may_be_empty(make: Make) -> None:
-    params = params_like((4,))
-    train(params, make([{"params": []}, {"params": params}]), 2)
-
-
-@contestants
-@pytest.mark.parametrize(
-    ("params", "error"),
-    [
-        (torch.nn.Parameter(torch.ones(2)), TypeError),
-        ([], ValueError),
-        ([torch.nn.Parameter(torch.ones(2)) * 2], ValueError),  # not a leaf
-        ([{"params": {torch.nn.Parameter(torch.ones(2))}}], TypeError),  # a set
-        ([{"params": param} for param in params_like((4,)) * 2], ValueError),  # in two groups
-        ([("weight", torch.nn.Parameter(torch.ones(2))), torch.nn.Parameter(torch.ones(3))], ValueError),
-        ([{"params": params_like((2,))}, {"params": [("b", torch.nn.Parameter(torch.ones(2)))]}], ValueError),
-        (["not a tensor"], TypeError),
-    ],
-    ids=["tensor", "nothing", "not a leaf", "set", "twice", "some named", "one group named", "text"],
-)
-def test_what_is_no_list_of_parameters_is_refused(make: Make, params: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        make(params)
-
-
 # --- Schedulers
 
 STEPS = 12
@@ -438,101 +358,3 @@ def test_a_scheduler_before_the_first_step_warns(make: Make) -> None:
     scheduler = lrs.StepLR(make(params_like((3,))), 1)
     with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
         scheduler.step()
-
-
-# --- torch.compile, with the backend by which torch runs its own optimizer tests: see test_compile.py for the others
-
-
-@pytest.fixture
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def assert_as_eager(make: Make, got: Any, wanted: Any) -> None:
-    """To the bit; but AdamW's compiled step is another order of the same operations."""
-    torch.testing.assert_close(got, wanted) if make is adamw else assert_same(got, wanted)
-
-
-def with_groups(make: Make, params: Params) -> torch.optim.Optimizer:
-    optimizer = make(params[:1], lr=0.5)
-    optimizer.add_param_group({"params": params[1:], "lr": 0.1})
-    return optimizer
-
-
-def deep_copied(make: Make, params: Params) -> torch.optim.Optimizer:
-    twin = copy.deepcopy(stepped(make, params))
-    for mine, its in zip(params, twin.param_groups[0]["params"], strict=True):
-        its.grad = mine.grad
-    return twin
-
-
-def loaded(make: Make, params: Params) -> torch.optim.Optimizer:
-    other = make(params, lr=0.5)
-    other.load_state_dict(stepped(make, params).state_dict())
-    return other
-
-
-def stepped(make: Make, params: Params) -> torch.optim.Optimizer:
-    optimizer = make(params, lr=0.01)
-    optimizer.step(lambda: params[0].sum())
-    return optimizer
-
-
-def followed_by_a_scheduler(make: Make, params: Params) -> torch.optim.Optimizer:
-    optimizer = make(params, lr=0.1)
-    scheduler = lrs.ExponentialLR(optimizer, 0.5)
-    optimizer.step()
-    scheduler.step()
-    return optimizer
-
-
-def without_gradients(make: Make, params: Params) -> torch.optim.Optimizer:
-    optimizer = stepped(make, params)
-    optimizer.zero_grad()
-    return optimizer
-
-
-@pytest.mark.thinned
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
-@contestants
-@pytest.mark.parametrize(
-    "begin", [with_groups, deep_copied, loaded, followed_by_a_scheduler, without_gradients], ids=lambda f: f.__name__
-)
-def test_whole_functions_are_compiled(make: Make, begin: Callable[..., Any]) -> None:
-    """Compiled they leave the parameters and the state that they leave uncompiled."""
-    params = params_like((4,), (3, 2))
-    twins = copies(params)
-
-    def run(params: Params) -> Any:
-        optimizer = begin(make, params)
-        optimizer.step()
-        return optimizer.state_dict()
-
-    for own in (params, twins):
-        set_grads(own, 0)
-    wanted = run(twins)
-    assert_as_eager(make, torch.compile(run, backend="eager")(params), wanted)
-    assert_as_eager(make, params, twins)
-
-
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.filterwarnings("ignore")
-@contestants
-def test_loading_and_hooks_are_compiled(make: Make) -> None:
-    """Into an optimizer that was made outside, and has steps behind it."""
-    params = params_like((4,), (3, 2))
-    optimizer = make(params)
-    train(params, optimizer, 1)
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(params, optimizer, 3)
-    torch.compile(lambda: optimizer.load_state_dict(saved), backend="eager")()
-    assert_same(optimizer.state_dict()["state"], saved["state"])
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-    torch.compile(optimizer.step, backend="eager")()
-    assert seen == ["pre", "post"]
-    assert float(optimizer.state[params[0]]["step"]) == 2

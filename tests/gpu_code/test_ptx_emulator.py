@@ -7,15 +7,12 @@ definition. These tests hold what steps cannot show: faults that it must find, a
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from .ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics, span_of
 from .ptx_memory import READABLE
-from .ptx_rounding import fma
-from .ptx_types import bf16_bits, bf16_values
 
 
 def hand_written(body: str) -> Kernel:
@@ -42,53 +39,6 @@ def run(
 
 
 # --- Numbers
-
-
-def test_float64_to_bf16_rounds_once() -> None:
-    """Just above halfway: by way of fp32 it would become exactly halfway and go to the even neighbour below."""
-    x = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8 - 2.0**-40, -(1 + 2.0**-8 + 2.0**-40)])
-    np.testing.assert_array_equal(bf16_values(bf16_bits(x)), np.array([1 + 2.0**-7, 1, -(1 + 2.0**-7)], np.float32))
-
-
-def exact_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> list[Fraction]:
-    return [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
-
-
-def is_nearest_even(result: np.generic, exact: Fraction) -> bool:
-    below, above = np.nextafter(result, -np.inf), np.nextafter(result, np.inf)
-    distance = abs(Fraction(float(result)) - exact)
-    to_below, to_above = (abs(Fraction(float(n)) - exact) for n in (below, above))
-    even = int(np.array(result).view(f"u{result.nbytes}")) % 2 == 0
-    nearest = distance < min(to_below, to_above)
-    return nearest or (distance == min(to_below, to_above) and even)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_fused_multiply_add_rounds_once(dtype: type) -> None:
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((2, 2000)).astype(dtype)
-    c = (-a.astype(np.float64) * b * rng.choice([1.0, 1e-3, 1e3, 1 + 1e-12], 2000)).astype(dtype)
-    digits = np.finfo(dtype).nmant
-    # Products that end exactly halfway, where c far below decides; then sums of the same kind.
-    a[:4], b[:4] = 1 + 2.0 ** -((digits + 1) // 2), 1 + 2.0 ** -(digits + 1 - (digits + 1) // 2)
-    a[2:4], c[:4] = -a[2:4], [2.0**-120, -(2.0**-120)] * 2
-    a[4:8], b[4:8], c[4:8] = 1, [1, 1, -1, -1], np.array([1, -1, 1, -1]) * 2.0 ** -(digits + 1) * (1 + 2.0**-20)
-    tiny = np.finfo(dtype).tiny
-    a[8:40] = tiny * rng.standard_normal(32)
-    c[8:40] = tiny * rng.standard_normal(32)
-    results = fma(a, b, c).astype(dtype)
-    for result, exact in zip(results, exact_fma(a, b, c), strict=True):
-        assert is_nearest_even(result, exact)
-
-
-def test_infinities_and_nans_pass_through_a_fused_multiply_add() -> None:
-    inf, nan = np.inf, np.nan
-    for dtype in (np.float32, np.float64):
-        a, b, c = np.array([[inf, 1, 0, 1e30], [2, 1, inf, 1e30], [1, -inf, 1, 1]], dtype)
-        with np.errstate(all="ignore"):
-            result = fma(a, b, c).astype(dtype)
-        np.testing.assert_array_equal(result[:3], np.array([inf, -inf, nan], dtype))
-        assert result[3] == (inf if dtype == np.float32 else 1e30 * 1e30)
 
 
 def one_result(body: str) -> int:
@@ -138,19 +88,6 @@ def test_an_instruction_does_what_its_manual_says(body: str, expected: int) -> N
 def test_what_is_not_known_is_refused_before_the_run(body: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(body.rstrip(";"))):
         hand_written(body)
-
-
-@pytest.mark.parametrize("body", ["add.f32 %rs1, %r1, %r1;", "add.f32 %r1, %rs1, %r1;", "add.f16 %r1, %rs1, %rs1;"])
-def test_a_register_of_the_wrong_width_is_refused_before_the_run(body: str) -> None:
-    with pytest.raises(ValueError, match="bits and cannot"):
-        hand_written(body)
-
-
-def test_a_shuffle_from_a_lane_that_left_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="does not take part"):
-        one_result(
-            "mov.u32 %r2, %laneid; setp.eq.b32 %p1, %r2, 3; @%p1 bra $out;shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1; $out:"
-        )
 
 
 # --- Accesses
