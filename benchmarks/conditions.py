@@ -59,13 +59,12 @@ def huge_pages() -> str:
 
 
 class OtherLoad:
-    """Counts from when it is made. `ours` are ids of processes that do not count as others: they must outlive it."""
+    """Counts from when it is made."""
 
-    def __init__(self, ours: Sequence[int] = ()) -> None:
-        self._ours = ours
+    def __init__(self) -> None:
         self._start = perf_counter()
         self._busy = _busy_seconds()
-        self._own = self._own_seconds()
+        self._own = process_time()
 
     def count_as_own(self, seconds: float) -> None:
         """Takes off what processes used that are gone, and were none of the others."""
@@ -77,26 +76,14 @@ class OtherLoad:
         busy = _busy_seconds()
         if busy is None or self._busy is None:
             return None
-        others = (busy - self._busy) - (self._own_seconds() - self._own)
+        others = (busy - self._busy) - (process_time() - self._own)
         return max(0.0, others / (perf_counter() - self._start))
-
-    def _own_seconds(self) -> float:
-        return process_time() + sum(map(_seconds_of, self._ours))
 
 
 def warn_of_other_load(console: Console, rows: Sequence[Mapping[str, object]]) -> None:
     cores = max((float(str(row["other_load"])) for row in rows if row["other_load"] is not None), default=0.0)
     if cores > TOO_MUCH:
         console.print(f"[bold red]Other processes used {cores:.2f} cores meanwhile: do not trust these numbers.")
-
-
-def _seconds_of(process: int) -> float:
-    """Returns 0 where the system does not tell: it does not tell how busy it is then, either."""
-    stat = STAT.parent / str(process) / "stat"
-    if not STAT.exists():
-        return 0.0
-    user, system = map(int, stat.read_text().rpartition(")")[2].split()[11:13])  # a name may have spaces
-    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy_seconds() -> float | None:

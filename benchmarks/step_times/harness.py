@@ -10,7 +10,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -97,8 +96,8 @@ class Case:
     """Contenders that step the same work. `columns` tell the case from the others in the CSV.
 
     `contenders` make their steps of what `work` returns. `peers` names what each one's time is divided by, the first
-    contender unless said otherwise. `more` adds columns from a contender's name and the seconds of all. `beside`
-    yields the ids of processes that run beside the steps. `times` replaces the rounds, for steps of several processes.
+    contender unless said otherwise. `more` adds columns from a contender's name and the seconds of all. `times`
+    replaces the rounds, for steps of several processes.
     """
 
     title: str
@@ -111,7 +110,6 @@ class Case:
     timer: Callable[[Step], Seconds] = timed
     before: Callable[[], object] = lambda: None
     more: Callable[[str, Times], Row] = lambda name, times: {}
-    beside: Callable[[], AbstractContextManager[Sequence[int]]] = lambda: nullcontext(())
     times: Callable[[Case, OtherLoad], Times] | None = None
     device: str = "cpu"
 
@@ -129,13 +127,12 @@ def measure(case: Case) -> list[Row]:
     """Returns a row for each contender."""
     work = case.work()
     steps = {} if case.times else {name: make(work) for name, make in case.contenders.items()}
-    with case.beside() as ours:
-        other_load = OtherLoad(ours)
-        if case.times:
-            times = case.times(case, other_load)
-        else:
-            times = interleaved_times(steps, case.repeats, case.timer, case.before, case.budget)
-        shared = conditions(other_load, case.device)
+    other_load = OtherLoad()
+    if case.times:
+        times = case.times(case, other_load)
+    else:
+        times = interleaved_times(steps, case.repeats, case.timer, case.before, case.budget)
+    shared = conditions(other_load, case.device)
     found = {name: quartiles(seconds) for name, seconds in times.items()}
     rows = []
     for name, own in found.items():

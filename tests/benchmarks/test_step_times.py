@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from time import sleep
 
 import pytest
 import torch
 
-from benchmarks import busy_machine, cliffs, collective_cost, gpu, roofline
-from benchmarks.conditions import STAT, OtherLoad, read_rows, write_rows
+from benchmarks import cliffs, gpu
+from benchmarks.conditions import read_rows, write_rows
 from benchmarks.step_times import pictures
 from benchmarks.step_times.authors_loop import AuthorsLoop
 from benchmarks.step_times.contenders import CONTENDERS, TORCHAO, Contender, parameters
@@ -127,39 +126,6 @@ def test_cliffs_step_the_plain_steps_weights() -> None:
     assert 0 < cliffs.TINY**2 < torch.finfo(torch.float32).tiny
 
 
-# --- Neighbours
-
-
-def fail_beside_neighbours(pids: list[int]) -> None:
-    with busy_machine.busy_neighbours(2, 60) as started:
-        pids += started
-        raise KeyboardInterrupt
-
-
-def test_neighbours_end_with_what_started_them() -> None:
-    """When it fails; at their deadline; and when their parent is another than they were told."""
-    pids: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        fail_beside_neighbours(pids)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    for parent, seconds in ((os.getpid(), 0), (os.getpid() + 1, 60)):
-        command = [sys.executable, "-I", "-S", "-c", busy_machine.BUSY, str(parent), str(seconds)]
-        assert subprocess.run(command, check=True, capture_output=True, timeout=60).stdout == b"."
-
-
-@pytest.mark.skipif(not STAT.exists(), reason="the system does not tell how busy it is")
-def test_neighbours_are_no_strangers() -> None:
-    with busy_machine.busy_neighbours(1, 60) as pids:
-        without, with_neighbours = OtherLoad(ours=pids), OtherLoad()
-        sleep(0.5)
-        strangers, all_others = without.cores(), with_neighbours.cores()
-    assert strangers is not None
-    assert all_others is not None
-    assert strangers < all_others
-
-
 # --- Commands, files and pictures
 
 
@@ -170,7 +136,6 @@ def test_neighbours_are_no_strangers() -> None:
         ("training_loops", "MLP"),
         ("mixed_precision", "bfloat16"),
         ("cliffs", "bfloat16 masters, rows of"),
-        ("busy_machine", "one-100k beside 1"),
     ],
 )
 @pytest.mark.usefixtures("one_thread")
@@ -222,12 +187,3 @@ def test_peak_bandwidth() -> None:
     assert gpu.peak_gb_per_s("NVIDIA RTX 6000 Ada", 10_001_000, 384) == pytest.approx(960, rel=1e-3)
     assert gpu.peak_gb_per_s("AMD Instinct MI300X", 1_300_000, 8192) == 5300
     assert gpu.peak_gb_per_s("NVIDIA GH200 480GB", None, None) is None
-
-
-def test_the_stored_models_are_those_of_the_code() -> None:
-    """8 GPUs in a chain, 12,500 nodes in a tree, there and back."""
-    nccl = collective_cost.FABRICS["NCCL's constants"]
-    assert collective_cost.all_reduce_us(100_000, nccl) == pytest.approx(6.8 + 14 * 0.6 + 10 * 13.6096, rel=1e-4)
-    for name, modelled in (("roofline", roofline.modelled()), ("collective_cost", collective_cost.predictions())):
-        rows = [{key: str(value) for key, value in row.items()} for row in modelled]
-        assert rows == read_rows(RESULTS / f"{name}.csv")
