@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.step_times.contenders import PEER, adamw
 from benchmarks.step_times.harness import Case, Row, Step, carry_out, command, crossed
-from benchmarks.step_times.pictures import CLIFF, plot_cliffs
 from swd_fused import FusedAdamS
 
 # The number of elements is a multiple of this, so that rows of each length, a convolution and small matrices can all
@@ -26,6 +25,7 @@ from swd_fused import FusedAdamS
 UNIT = 2**12 * 9 * 11
 UNITS, QUICK_UNITS = 10, 1  # 4,055,040 elements
 REPEATS, BUDGET = 9, 0.8  # seconds of a case
+CLIFF = 2.0  # ratios above it are marked
 TINY = 1e-21  # its square is subnormal in float32
 
 # Gradients of zero make the decay lr * weight_decay / eps. With this one it is 1e-7 of a weight in each step: weights
@@ -35,39 +35,28 @@ WEIGHT_DECAY = 1e-12
 
 # --- States
 
-# Two moments in 8 bits, read and written, and of each a float32 scale for each block of 256 elements.
-CODED_BYTES = 2 * (1 + 1) + 2 * (4 + 4) / 256
 CODED: dict[str, Any] = {"state_dtype": "8bit"}
 MASTERS: dict[str, Any] = {"master_weights": True}
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 
 
 class State(NamedTuple):
-    """A dtype of parameters and gradients, options, and what a step of a plain matrix moves at least by element.
-
-    `update_bytes` are those of pass 2, which is all of a lagged step: the parameter, what else there is of its master,
-    the gradient, both moments (csrc/cpu/chunks.h). `sum_bytes` are those that an exact step reads before it.
-    """
+    """A dtype of parameters and gradients, and options."""
 
     dtype: torch.dtype
     options: dict[str, Any]
-    update_bytes: float
-    sum_bytes: float
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STATES = {
-    "float32": State(FP32, {}, (4 + 4) + 4 + 2 * (4 + 4), 4),
-    # A master is the parameter and a remainder of two bytes.
-    "bfloat16 masters": State(BF16, MASTERS, (2 + 2) + (2 + 2) + 2 + 2 * (4 + 4), 2),
-    "bfloat16 stochastic": State(BF16, ROUNDED, (2 + 2) + 2 + 2 * (4 + 4), 2),
-    # The parameter is written only, since its master of four bytes is what is read.
-    "float16 masters": State(torch.float16, MASTERS, 2 + (4 + 4) + 2 + 2 * (4 + 4), 2),
-    "float64": State(torch.float64, {}, (8 + 8) + 8 + 2 * (8 + 8), 8),
-    "8 bits": State(FP32, CODED, (4 + 4) + 4 + CODED_BYTES, 4),
-    "8 bits bfloat16": State(BF16, {**CODED, **ROUNDED}, (2 + 2) + 2 + CODED_BYTES, 2),
-    # A third moment. Its next sum takes one more pass, over gradients, second moments and maxima.
-    "amsgrad": State(FP32, {"amsgrad": True}, (4 + 4) + 4 + 3 * (4 + 4), 4 + (4 + 4 + 4)),
+    "float32": State(FP32, {}),
+    "bfloat16 masters": State(BF16, MASTERS),
+    "bfloat16 stochastic": State(BF16, ROUNDED),
+    "float16 masters": State(torch.float16, MASTERS),
+    "float64": State(torch.float64, {}),
+    "8 bits": State(FP32, CODED),
+    "8 bits bfloat16": State(BF16, {**CODED, **ROUNDED}),
+    "amsgrad": State(FP32, {"amsgrad": True}),
 }
 
 # --- Layouts, shapes and values
@@ -160,7 +149,6 @@ def case_of(name: str, layout: str, schedule: str, units: int) -> Case:
 
     columns: Row = {"layout": layout, "state": name, "dtype": str(state.dtype).removeprefix("torch.")}
     columns |= {"schedule": schedule, "elements": units * UNIT}
-    columns["bytes_per_element"] = state.update_bytes + (state.sum_bytes if schedule == "exact" else 0)
     if layout == "plain":
         peer = f"{PEER}, float32"
         builds = {peer: lambda _: adamw(LAYOUTS["plain"](source_of(FP32, units))).step, layout: build(layout)}
@@ -192,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for layout in LAYOUTS
         if (name, layout) != ("float16 masters", TINY_GRADIENTS)  # float16 ends at 6e-8
     ]
-    carry_out(options, cases, summary, plot_cliffs)
+    carry_out(options, cases, summary)
 
 
 if __name__ == "__main__":

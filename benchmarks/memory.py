@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
-from benchmarks.drawing import PALETTE, measured_on, save, tidy
+from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
 from benchmarks.small_models import SmallGPT
 from benchmarks.step_times.harness import Row, table
 from swd_fused import FusedAdamS
@@ -217,35 +215,6 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# --- The picture
-
-
-def plot(path: Path, picture: Path | None = None) -> Path:
-    rows = read_rows(path)
-    figure = Figure(figsize=(10, 1.3 + 0.32 * len(rows)), layout="constrained")
-    axis = figure.subplots()
-    left = [0.0] * len(rows)
-    for name, colour in (("parameters", PALETTE["blue"]), ("state", PALETTE["sky"]), ("gradients", PALETTE["orange"])):
-        widths = [int(row[name]) / int(row["elements"]) for row in rows]
-        axis.barh(range(len(rows)), widths, left=left, color=colour, label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    peaks = [int(row["peak"]) / int(row["elements"]) for row in rows]
-    rest = [max(0.0, peak - width) for peak, width in zip(peaks, left, strict=True)]
-    axis.barh(range(len(rows)), rest, left=left, color="#cccccc", label="activations, temporaries")
-    for position, (peak, width) in enumerate(zip(peaks, left, strict=True)):
-        axis.text(max(peak, width) + 0.1, position, f"{peak:.1f}", va="center", fontsize=8)
-    tidy(axis, "x")
-    axis.set_yticks(range(len(rows)), [row["setting"] for row in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    first = rows[0]
-    note = (
-        f"Bytes for each of {int(first['elements']):,} parameters at the peak of a training step, {first['model']}, "
-        f"{first['tokens']} tokens, on the CPU. Gradients: the most that are alive at once."
-    )
-    return save(figure, picture or path.with_suffix(".png"), f"{note} {measured_on(rows)}")
-
-
 # --- Commands
 
 
@@ -268,7 +237,7 @@ def measure_peaks(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{name}: {', '.join(sizes)}", soft_wrap=True, highlight=False)
     if not rows:
         raise SystemExit(f"No setting could be measured. There are: {'; '.join(SETTINGS)}")
-    console.print(f"Wrote {path} and {plot(path)}", soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

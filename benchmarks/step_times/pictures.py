@@ -11,7 +11,6 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -122,48 +121,8 @@ def count(number: str) -> str:
     return f"{int(number):,}" if int(number) < 1e6 else f"{int(number) / 1e6:.2f}M"
 
 
-# --- Cliffs: a map of ratios
-
-CLIFF = 2.0  # ratios above it are marked
-LEAST_COLOURS = 4.0  # how far the colours reach to both sides of 1 at least, so that noise looks pale
-CELL = 0.27  # inches
-
-
-def plot_cliffs(path: Path, picture: Path | None = None) -> Path:
-    rows = [row for row in read_rows(path) if row["contender"] != row["peer"]]
-    states = unique(rows, "state")
-    names = unique(rows, "layout")
-    figure = Figure(figsize=(10, CELL * len(names) + 2.1), layout="constrained")
-    axis = figure.subplots()
-    ratios = {(row["layout"], row["state"]): float(row["ratio"]) for row in rows}
-    grid = [[ratios.get((name, state), float("nan")) for state in states] for name in names]
-    most = max(LEAST_COLOURS, *ratios.values(), *(1 / ratio for ratio in ratios.values()))
-    # Blue is faster and red slower, for readers with any kind of colour vision.
-    axis.imshow(grid, norm=LogNorm(1 / most, most), cmap="RdBu_r", aspect="auto")
-    for (name, state), ratio in ratios.items():
-        text = axis.text(states.index(state), names.index(name), f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}")
-        text.set(ha="center", va="center", fontsize=8, fontweight="bold" if ratio > CLIFF else "normal")
-        text.set_color("white" if max(ratio, 1 / ratio) > most**0.6 else "black")
-    floors = {row["state"]: float(row["bytes_per_element"]) for row in rows}
-    labels = [f"{state.replace(' ', chr(10), 1)}\n{floors[state]:.4g} bytes" for state in states]
-    axis.set_xticks(range(len(states)), labels, fontsize=8)
-    axis.xaxis.tick_top()
-    of_rows = [f"plain / {PEER} float32" if name == "plain" else name for name in names]
-    axis.set_yticks(range(len(names)), of_rows, fontsize=8)
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    repeats = sorted({int(row["repeats"]) for row in rows})
-    note = (
-        "Time of a step / the plain step of the same dtype and state, with which it takes turns: ratio of medians, "
-        f"bold above {CLIFF:g}. {int(rows[0]['elements']):,} elements, {rows[0]['schedule']} schedule. "
-        f"Repeats: {repeats[0]} to {repeats[-1]}. Bytes: what a plain step moves at least, per element."
-    )
-    return save(figure, picture or path.with_suffix(".png"), f"{note} {measured_on(rows)}")
-
-
 PICTURES: dict[str, Callable[[Path, Path | None], Path]] = {
     "step_time": plot_step_time,
-    "cliffs": plot_cliffs,
     "sharded_step": plot_sharded_step,
 }
 
