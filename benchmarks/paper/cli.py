@@ -17,7 +17,7 @@ from benchmarks.paper.experiments import EXPERIMENTS, PRESETS, planned
 from benchmarks.paper.figures import DRAWINGS, at_end
 from benchmarks.paper.run import Run
 from benchmarks.paper.training import check_needs, trained
-from benchmarks.paper.tuning import Planned, Result, run_of
+from benchmarks.paper.tuning import Planned, Result
 from benchmarks.studies.checkpoint import SAVE_EVERY
 from benchmarks.studies.rows import Row, grouped, read_rows
 from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
@@ -30,7 +30,6 @@ MEASURES = {
     "test_loss": "test loss",
     "train_loss": "train loss",
     "squared_grad_norm": "G",
-    "eigenvalue": "eigenvalue 1",
 }
 
 
@@ -101,10 +100,9 @@ def chosen_runs(name: str, args: argparse.Namespace, results: Results) -> list[P
 
 
 def in_order(args: argparse.Namespace, results: Results) -> list[Run]:
-    """Returns all runs, those that choose first. Runs with eigenvalues serve for the same ones without."""
+    """Returns all runs, those that choose first."""
     runs = list(dict.fromkeys(each.run for name in args.names for each in chosen_runs(name, args, results)))
-    with_eigenvalues = {run.training_key for run in runs if run.eigenvalues}
-    return sorted((r for r in runs if r.key not in with_eigenvalues), key=lambda run: run.part != "validation")
+    return sorted(runs, key=lambda run: run.part != "validation")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             there = study.load()
             check_needs([run for run in in_order(args, there) if run.key not in there], args.data)
-            found = study.carry_out(console)
-            results = {run_of(result).training_key: result for result in found.values()} | found
+            results = study.carry_out(console)
         for name in args.names:
             table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
             if not args.draw:
@@ -143,10 +140,7 @@ def rows_of(planned: Planned, results: Results, name: str) -> list[Row]:
     """Each with its role in an experiment that chooses some of its runs, its run, and the conditions of that."""
     result: Result = results[planned.run.key]
     points: list[Row] = result["points"]
-    which = EXPERIMENTS[name].rows
-    if which == "eigenvalues":
-        points = [{"rank": i, "eigenvalue": value, **points[-1]} for i, value in enumerate(result["eigenvalues"], 1)]
-    elif which == "last epoch":
+    if EXPERIMENTS[name].last_epoch_only:
         points = points[-1:]
     role = {"role": planned.role} if planned.role else {}
     run = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in result["run"].items()}
@@ -155,7 +149,7 @@ def rows_of(planned: Planned, results: Results, name: str) -> list[Row]:
 
 def summary(rows: list[Row], title: str) -> Table:
     """Mean and spread over seeds, at the end of training."""
-    last = [row for row in at_end(rows) if row.get("rank", 1) == 1]
+    last = at_end(rows)
     by = [column for column in BY if column in last[0] and len({row[column] for row in last}) > 1] or ["optimizer"]
     if len({(row["optimizer"], row["lr"]) for row in last}) == len({row["optimizer"] for row in last}):
         by = [column for column in by if column != "lr"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
 from benchmarks.paper.tuning import Planned, Result, Search
 
 THREE = ("Adam", "AdamW", "AdamS")
-TABLE1 = tuple(name for name in OPTIMIZERS if ", eq" not in name)
+TABLE1 = tuple(OPTIMIZERS)
 TABLE2 = ("SGD", "AdamS", "Adam", "AMSGrad", "AdamW", "AdaBound", "Padam", "Yogi", "RAdam")
 LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 
@@ -19,7 +18,7 @@ LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 @dataclass(frozen=True)
 class Experiment:
     what: str
-    rows: Literal["epochs", "last epoch", "eigenvalues"] = "epochs"
+    last_epoch_only: bool = False
 
 
 EXPERIMENTS = {
@@ -30,11 +29,9 @@ EXPERIMENTS = {
     "table2": Experiment("the same with lambda 1e-4 (table 2)"),
     "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)"),
     "schedule": Experiment("the schedule, the gradient norm and the loss (figures 4, 5)"),
-    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", "last epoch"),
-    "sharpness": Experiment("top eigenvalues of the Hessian (figures 8, 9)", "eigenvalues"),
+    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", last_epoch_only=True),
     "cosine": Experiment("cosine annealing with warm restarts (figures 12, 20)"),
     "lstm": Experiment("language modelling over weight decay (figure 13)"),
-    "coupling": Experiment("decay coupled with the lr or not, and the best lambda (figure 1, table 3)"),
 }
 
 Preset = dict[str, Search | list[Run]]  # runs are without their seeds
@@ -57,25 +54,6 @@ def planned(experiment: Search | list[Run], seeds: Sequence[int], results: dict[
     if isinstance(experiment, Search):
         return experiment.planned(seeds, results)
     return [Planned(replace(run, seed=seed), "") for run in experiment for seed in seeds]
-
-
-def coupling(task: Run, decays: Sequence[float], epochs: Sequence[int]) -> list[Run]:
-    """Both equations at each lambda, and SGD with momentum for each number of epochs, lambda in proportion to it."""
-    runs = grid([task], ("SGD, eq 1", "SGD, eq 3"), decays)
-    for count in epochs:
-        milestones = (round(0.4 * count), round(0.8 * count))
-        shorter = replace(task, epochs=count, milestones=milestones, evaluate_every=max(1, count // 10))
-        runs += grid([shorter], ["SGD"], [share / count for share in (1.0, 0.1, 0.01)])
-    return runs
-
-
-def sharpness(task: Run, decays: Sequence[float], matched: Sequence[float] = ()) -> list[Run]:
-    """The rms gradient is larger in small nets, so the paper's lambda decays little there.
-
-    With those `matched`, AdamS removes about as much in total as AdamW does at the paper's lambda.
-    """
-    runs = grid([task], ["AdamW"], decays) + grid([task], ["AdamS"], (LAMBDA1, *matched))
-    return runs + grid([task], ["Adam"], [LAMBDA1])
 
 
 def cifar10(model: str) -> Run:
@@ -104,14 +82,12 @@ PAPER: Preset = {
     + grid([RESNET18, CIFAR100[0]], ["AdamS"], (5e-5, 5e-4, 5e-3)),
     "basin": grid([RESNET18], THREE, (5e-5, 1e-4, 5e-4, 1e-3, 5e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2))
     + grid([VGG16_BN, CIFAR100[0]], THREE, (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)),
-    "sharpness": sharpness(replace(RESNET18, eigenvalues=50, hessian_images=2048), (0.0, 1e-4, 5e-4, 1e-3)),
     "cosine": grid(
         [replace(task, epochs=210, milestones=(), cosine=(14, 2)) for task in (RESNET18, VGG16_BN)],
         THREE,
         (1e-4, 5e-4, 1e-3),
     ),
     "lstm": grid([TREEBANK], THREE, (1e-7, 5e-7, 1e-6, 5e-6, 1e-5, 5e-5, 1e-4), [1e-3]),
-    "coupling": coupling(RESNET18, (5e-4,), (50, 100, 200, 1000, 2000)),
 }
 
 FASHION = Run("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=3000, evaluate_every=10)
@@ -126,10 +102,8 @@ QUICK: Preset = {
     "gradnorm": grid([DIGITS], ("AdamW", "Adam", "SGD"), (0.0, 5e-4, 5e-3)) + grid([BN, NO_BN], ["AdamW"], (0.0, 5e-3)),
     "schedule": grid([DIGITS], ["AdamW"], [LAMBDA1]) + grid([DIGITS], ["AdamS"], (5e-5, 5e-4, 5e-3)),
     "basin": grid([SHORT_FASHION], THREE, (5e-4, 5e-3, 5e-2), (1e-3, 3e-3, 1e-2)),
-    "sharpness": sharpness(replace(DIGITS, eigenvalues=10, hessian_images=512), (0.0, 5e-4, 5e-3), [5e-3]),
     "cosine": grid([replace(DIGITS, epochs=14, milestones=(), cosine=(2, 2))], THREE, (5e-4, 5e-3)),
     "lstm": grid([DOCUMENTATION], THREE, (1e-6, 1e-5, 1e-4), [3e-3]),
-    "coupling": coupling(DIGITS, (5e-4, 5e-3), (4, 8, 15)),
 }
 
 # As the paper trains, with all images of the subset that are not held out.
@@ -170,8 +144,6 @@ def shrunk(run: Run) -> Run:
         few,
         milestones=(1, 2)[:epochs] if run.milestones else (),
         model=run.model.replace("large", "small"),
-        eigenvalues=min(run.eigenvalues, 3),
-        hessian_images=min(run.hessian_images, 16),
     )
 
 

@@ -19,7 +19,6 @@ COLOURS = {"AdamS": PALETTE["blue"], "AdamW": PALETTE["red"], "Adam": PALETTE["g
 SCHEDULED = ("AdamS", "AMSGradS", "SGDS")
 ORDERED = ("#999999", PALETTE["blue"], PALETTE["red"], "#661100", "#000000")  # for lambdas, from small to large
 BLUES = (PALETTE["sky"], PALETTE["blue"], "#003366")
-EQUATIONS = {"SGD, eq 1": "eq 1, not coupled", "SGD, eq 3": "eq 3, coupled with lr"}
 PAPER_DECAY = 5e-4
 SCALED = "AdamW is given 1000 λ."
 
@@ -100,7 +99,7 @@ def finish(figure: Figure, picture: Path, title: str, rows: list[Row], note: str
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
                 plain_log_ticks(axis)
-            elif axis.get_label_text() in ("epoch", "rank"):
+            elif axis.get_label_text() == "epoch":
                 axis.set_major_locator(MaxNLocator(integer=True))
         axes.title.set_fontsize(9.5)
     count = len({row["seed"] for row in rows})
@@ -219,32 +218,6 @@ def draw_basin(rows: list[Row], picture: Path) -> None:
     finish(figure, picture, title, rows, f"In the maps mean ± standard deviation, in %. {SCALED}")
 
 
-def draw_sharpness(rows: list[Row], picture: Path) -> None:
-    """Figures 8 and 9: the largest eigenvalues of the Hessian where training ends."""
-    figure, [[over_decay, over_optimizer]] = panels(1, 2, width=4.2)
-    decays = by_decay(chosen(rows, optimizer="AdamW"))
-    lines = [(f"λ = {decay:g}", ORDERED[i % 5], of) for i, (decay, of) in enumerate(decays.items())]
-    label = "eigenvalue of the Hessian"
-    curves(over_decay, lines, "rank", "eigenvalue", label)
-    over_decay.set_title(f"AdamW, {task_name(rows[0])}")
-    paper_decay = chosen(rows, optimizer="Adam")[0]["weight_decay"]
-    lines = [
-        (f"{name}, λ = {paper_decay:g}", COLOURS[name], chosen(rows, optimizer=name, weight_decay=paper_decay))
-        for name in ("Adam", "AdamW", "AdamS")
-    ]
-    lines += [
-        (f"AdamS, λ = {decay:g}: about AdamW's decay in total", PALETTE["sky"], of)
-        for decay, of in by_decay(chosen(rows, optimizer="AdamS")).items()
-        if decay != paper_decay
-    ]
-    curves(over_optimizer, lines, "rank", "eigenvalue", label)
-    over_optimizer.set_title(f"optimizers, {task_name(rows[0])}")
-    for axes in (over_decay, over_optimizer):
-        axes.set_yscale("log")
-        legend(axes)
-    finish(figure, picture, "Sharpness of the minima", rows, SCALED)
-
-
 def draw_cosine(rows: list[Row], picture: Path) -> None:
     """Figures 12 and 20: cosine annealing with warm restarts."""
     tasks = grouped(rows, ["data", "model"])
@@ -270,30 +243,6 @@ def draw_lstm(rows: list[Row], picture: Path) -> None:
     axes.set_title(task_name(rows[0]))
     legend(axes)
     finish(figure, picture, "Language modelling", rows, SCALED)
-
-
-def draw_coupling(rows: list[Row], picture: Path) -> None:
-    """Figure 1 and table 3: decay that follows the learning rate or not, and the best lambda for a number of epochs."""
-    forms = by_decay(row for row in rows if row["optimizer"] in EQUATIONS)
-    figure, [axes_row] = panels(1, len(forms) + 1)
-    for axes, (decay, of_decay) in zip(axes_row, forms.items(), strict=False):
-        colours = zip(EQUATIONS.items(), (COLOURS["AdamW"], COLOURS["AdamS"]), strict=True)
-        lines = [(label, colour, chosen(of_decay, optimizer=name)) for (name, label), colour in colours]
-        curves(axes, lines, "epoch", "test_error", "test error, %", scale=100)
-        axes.set_title(f"SGD without momentum, λ = {decay:g}")
-    best = axes_row[-1]
-    by_epochs = grouped(at_end(chosen(rows, optimizer="SGD")), ["epochs"])
-    lines = [
-        (f"{epochs} epochs", ORDERED[i % 5], [{**row, "λ times epochs": row["weight_decay"] * epochs} for row in of])
-        for i, ((epochs,), of) in enumerate(by_epochs.items())
-    ]
-    curves(best, lines, "λ times epochs", "test_error", "test error at the end, %", scale=100)
-    best.set_xscale("log")
-    best.set_title("SGD with momentum")
-    for axes in axes_row:
-        axes.set_yscale("log")
-        legend(axes)
-    finish(figure, picture, f"Weight decay of SGD: {task_name(rows[0])}", rows)
 
 
 def draw_tuned(rows: list[Row], picture: Path) -> None:
@@ -350,8 +299,6 @@ DRAWINGS: dict[str, Callable[[list[Row], Path], None]] = {
     "gradnorm": draw_gradnorm,
     "schedule": draw_schedule,
     "basin": draw_basin,
-    "sharpness": draw_sharpness,
     "cosine": draw_cosine,
     "lstm": draw_lstm,
-    "coupling": draw_coupling,
 }

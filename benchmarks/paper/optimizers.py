@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
@@ -22,22 +21,6 @@ class Kind:
 
     build: Callable[[Iterable[Parameter], float, float], Optimizer]
     lr: float = 1e-3
-
-
-class UncoupledSGD(SGD):
-    """The paper's equation 1: weights shrink by the same share in each step, whatever has become of the lr."""
-
-    def __init__(self, params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(params, lr)
-        self.shrink = lr * weight_decay
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.mul_(1 - self.shrink)
-        return super().step(closure)
 
 
 def peer(name: str, **options: Any) -> Callable[[Iterable[Parameter], float, float], Optimizer]:
@@ -63,9 +46,6 @@ OPTIMIZERS: dict[str, Kind] = {
     "AdaBound": Kind(peer("AdaBound", weight_decouple=False)),
     "Padam": Kind(peer("PAdam"), lr=0.01),
     "Yogi": Kind(peer("Yogi", weight_decouple=False)),
-    # Without momentum, for figure 1: equation 1 and equation 3.
-    "SGD, eq 1": Kind(UncoupledSGD, lr=0.1),
-    "SGD, eq 3": Kind(lambda params, lr, decay: SGD(params, lr, weight_decay=decay), lr=0.1),
 }
 
 

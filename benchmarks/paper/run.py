@@ -30,8 +30,6 @@ class Run:
     held_out: int = 0  # last training images or tokens that are for validation and not trained on
     part: str = "test"  # or "validation": what the run is tested on; the other one is then not even looked at
     evaluate_every: int = 1  # epochs; the last one always
-    eigenvalues: int = 0  # of the Hessian, at the end
-    hessian_images: int = 0
     optimizer: str = ""
     lr: float = 0.0
     weight_decay: float = 0.0
@@ -51,13 +49,6 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A name for its file: what people look for, a digest of all training depends on, what else is measured."""
-        training = replace(self, eigenvalues=0, hessian_images=0)
-        digest = hashlib.sha256(json.dumps([RECIPE, asdict(training)], sort_keys=True).encode()).hexdigest()[:12]
-        name = f"{self.data}-{self.model}-{self.optimizer}-{self.lr:g}-{self.weight_decay:g}-{self.seed}-{digest}"
-        return name + (f"+{self.eigenvalues}-of-{self.hessian_images}" if self.eigenvalues else "")
-
-    @property
-    def training_key(self) -> str:
-        """The name of the same run without eigenvalues, for which this one serves, too."""
-        return self.key.partition("+")[0]
+        """A name for its file: what people look for, and a digest of all that training depends on."""
+        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self)], sort_keys=True).encode()).hexdigest()[:12]
+        return f"{self.data}-{self.model}-{self.optimizer}-{self.lr:g}-{self.weight_decay:g}-{self.seed}-{digest}"

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRSc
 
 from benchmarks.paper.data import DataError, ImageData, Text, check_images, load_images, load_text
 from benchmarks.paper.data.images import Batch
-from benchmarks.paper.hessian import top_eigenvalues
 from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS, check_model
 from benchmarks.paper.models.language import LanguageModel
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
@@ -76,11 +75,6 @@ class ImageLesson(PaperLesson):
             correct.append(logits.argmax(1) == labels)
         self.correct = torch.cat(correct).cpu().numpy()
         return {"test_loss": loss / len(self.correct), "test_error": 1 - float(self.correct.mean())}
-
-    def eigenvalues(self) -> list[float]:
-        shuffle = torch.Generator().manual_seed(0)
-        images, labels = next(self.data.train_batches(self.run.hessian_images, shuffle, augment=False))
-        return top_eigenvalues(self.model, images, labels, self.run.eigenvalues, self.run.seed)
 
 
 class LanguageLesson(PaperLesson):
@@ -169,8 +163,7 @@ def trained(
 ) -> dict[str, Any]:
     lesson = lesson_of(run, root, torch.device(device))
     points = train(lesson, checkpoint, after_window)
-    values = lesson.eigenvalues() if run.eigenvalues and isinstance(lesson, ImageLesson) else []
-    return {"run": asdict(run), "points": points, "eigenvalues": values}
+    return {"run": asdict(run), "points": points}
 
 
 def check_needs(runs: list[Run], root: Path | None) -> None:

@@ -23,11 +23,11 @@ pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
 from benchmarks.eight_bit_training import CONTENDERS, NoisyDigits, Watched
-from benchmarks.paper import cli, training
+from benchmarks.paper import cli
 from benchmarks.paper.data import DataError
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
-from benchmarks.paper.training import lesson_of, trained
+from benchmarks.paper.training import lesson_of
 from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.intervals import t_interval
 from benchmarks.studies.rows import over_seeds
@@ -118,22 +118,6 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(DataError, match=r"broken\.checkpoint cannot be read .* Delete the file"):
         train(paper_lesson(IMAGES), Checkpoint(path))
-
-
-def test_a_trained_net_outlives_a_failure_in_its_eigenvalues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*arguments: object) -> None:
-        raise MemoryError
-
-    run, path = replace(IMAGES, eigenvalues=3, hessian_images=16), tmp_path / "checkpoint"
-    expected = trained(run, Checkpoint(), lambda: None, None, "cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "top_eigenvalues", too_large)
-        with pytest.raises(MemoryError):
-            trained(run, Checkpoint(path), lambda: None, None, "cpu")
-    monkeypatch.setattr(training.ImageLesson, "batches", too_large)  # not trained again
-    assert repr(trained(run, Checkpoint(path), lambda: None, None, "cpu")) == repr(expected)
-    assert expected["eigenvalues"] == sorted(expected["eigenvalues"], reverse=True)
-    assert len(expected["eigenvalues"]) == 3
 
 
 # --- A study
