@@ -1,18 +1,9 @@
-"""Registers AdamS, AdamW and AdamC with timm, so that its `--opt` and `create_optimizer_v2` find them.
-
-In a script of your own call `register()`. For timm's train.py, as it is:
-
-    python -m swd_fused.integrations.timm train.py --opt fusedadams --weight-decay 0.05 ...
-"""
+"""Registers AdamS, AdamW and AdamC with timm: after `register()` its `--opt` and `create_optimizer_v2` find them."""
 
 from __future__ import annotations
 
-import argparse
-import runpy
-import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from timm.optim import OptimInfo
@@ -33,7 +24,7 @@ DESCRIPTIONS = {
 def register() -> None:
     """Makes timm know "fusedadams", "swdadamw" and "swdadamc". A second call changes nothing.
 
-    Also has timm's registry hand the model on to "swdadamc", which otherwise would see parameters without names.
+    From then on timm's registry also passes the model to "swdadamc", which otherwise would see parameters alone.
     """
     if ADAMS in default_registry.list_optimizers():
         return
@@ -60,11 +51,9 @@ def adams(params: Any, *, weight_decay: float = 0.0, **options: Any) -> FusedAda
         return FusedAdamS(params, weight_decay=weight_decay, **options)
     groups = as_groups(params)
     decaying = [group for group in groups if group.setdefault("weight_decay", weight_decay)]
-    of_each = (
-        {"calibration_steps": options.pop("calibration_steps")} if decaying and "calibration_steps" in options else {}
-    )
+    steps = {name: options.pop(name) for name in options.keys() & {"calibration_steps"} if decaying}
     for group in decaying:
-        group.update({"adamw_weight_decay": group["weight_decay"], **of_each, **group})
+        group.update({"adamw_weight_decay": group["weight_decay"], **steps, **group})
     return FusedAdamS(groups, weight_decay=weight_decay, **options)
 
 
@@ -111,25 +100,5 @@ def split(group: dict[str, Any], ids: set[int]) -> list[dict[str, Any]]:
     parts: tuple[list[Any], list[Any]] = ([], [])
     for param in params:
         parts[id(param[1] if isinstance(param, tuple) else param) not in ids].append(param)
-    of_parts: tuple[dict[str, bool], ...] = ({"corrected_decay": True}, {})
-    return [{**group, "params": own, **option} for own, option in zip(parts, of_parts, strict=True) if own]
-
-
-def main() -> None:
-    names = "\n".join(f"  {name:12}{description}" for name, description in DESCRIPTIONS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m swd_fused.integrations.timm",
-        description="Run a training script with these optimizers in timm's registry, for its --opt:\n\n" + names,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("script", type=Path, help="for instance timm's train.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    options = parser.parse_args()
-    register()
-    sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.resolve().parent)  # as Python has it for a script
-    runpy.run_path(str(options.script), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
+    corrected, rest = ({**group, "params": part} for part in parts)
+    return [part for part in ({**corrected, "corrected_decay": True}, rest) if part["params"]]

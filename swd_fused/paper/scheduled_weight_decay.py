@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,17 +51,14 @@ class Lambdas(NamedTuple):
 class ScheduledWeightDecay(Optimizer):
     """Gives any torch optimizer a decoupled weight decay that is divided by the model's rms gradient.
 
-    `ScheduledWeightDecay(torch.optim.Adam(...))` equals `FusedAdamS`, at the cost of more passes over memory. It is
-    used like the optimizer that it wraps: learning rate schedulers, `zero_grad`, state dicts. Groups and state are the
-    wrapped optimizer's own, and so are methods and attributes that this class lacks, such as `train()` and `eval()`.
+    `ScheduledWeightDecay(torch.optim.Adam(...))` equals `FusedAdamS`, at the cost of more passes over memory. It shares
+    groups and state with the optimizer that it wraps, and passes on methods that it lacks, such as `train()`. It keeps
+    one number for each tensor, a running average of the gradient's squared norm. So with amsgrad the schedule is that
+    of AdamS, not that of AMSGradS, which averages maxima.
 
-    The schedule keeps one number for each tensor, a running average of the gradient's squared norm. An average of
-    maxima cannot be had so: with amsgrad the schedule is still that of AdamS, not that of AMSGradS.
-
-    The wrapped optimizer's own decay is taken over: each group's `weight_decay` becomes 0 and `scheduled_weight_decay`
-    holds lambda. If some groups decay, those with `weight_decay=0` stay without decay; if none does, all get lambda. A
-    group that has a `scheduled_weight_decay` from the start keeps it. A group that is added later gets lambda, unless
-    it has `weight_decay=0`.
+    Each group's `weight_decay` becomes 0, and its `scheduled_weight_decay` is lambda. If some groups decay, those with
+    `weight_decay=0` stay without decay, and so do such groups that are added later; if none does, all get lambda. A
+    group that has a `scheduled_weight_decay` from the start keeps it.
 
     Args:
         optimizer: the optimizer to wrap. From now on call the wrapper's `step()`, not the wrapped optimizer's.
@@ -71,13 +67,8 @@ class ScheduledWeightDecay(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, weight_decay: float | None = 5e-4, max_decay: float = 0.1) -> None:
-        _check_optimizer(optimizer)
-        if weight_decay is not None and not 0 <= weight_decay < math.inf:
-            raise ValueError(f"ScheduledWeightDecay got weight_decay={weight_decay!r}, wanted a finite number >= 0.")
-        if not 0 < max_decay <= 1:
-            raise ValueError(f"ScheduledWeightDecay got max_decay={max_decay!r}, wanted a number in (0, 1].")
+        _check(optimizer, weight_decay, max_decay)
         groups = optimizer.param_groups
-        _check_decays(groups, weight_decay)
         some_decay = any(map(_own_decay, groups))
         for group in groups:
             own = _own_decay(group)
@@ -113,13 +104,7 @@ class ScheduledWeightDecay(Optimizer):
 
     # --- The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,31 +112,26 @@ class ScheduledWeightDecay(Optimizer):
         if self._decay_warning.is_due:
             self._decay_warning.speak(())
         self._share()
-        with torch.no_grad():
-            self._decay()
+        if any(map(_with_grad, self.param_groups)):
+            with torch.no_grad():
+                self._decay()
         self.optimizer.step()
         return loss
 
     def _decay(self) -> None:
-        """Multiplies weights by their groups' factors, with one call for all of one device and dtype."""
-        if not any(map(_with_grad, self.param_groups)):
-            return
+        """Multiplies weights by their groups' factors."""
         self.exp_avg_sq_mean = mean = self._new_mean()
         groups = list(map(_as_fused, self.param_groups))
         factors = decay.decay_factor(mean, GroupValues(groups, "scheduled", decay).on(mean.device).column)
-        alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for index, group in enumerate(groups):
+        for group, factor in zip(groups, factors.unbind(), strict=True):
             for param in map(as_real, _with_grad(group) if group["weight_decay"] != 0 else ()):
-                alike[index, param.device, param.dtype].append(param)
-        for (index, device, dtype), params in alike.items():
-            torch._foreach_mul_(params, to_device(factors[index], device, dtype))
+                param.mul_(to_device(factor, param.device, param.dtype))
         self._decay_warning.look_at(mean, groups, max(average.step for average in self._averages.values()))
 
     def _new_mean(self) -> Tensor:
         """Advances the averages of parameters with a gradient, and returns the mean over all their elements."""
         averages: dict[Tensor, Average] = {}
         corrected: list[Tensor] = []
-        numel = 0
         for group in self.param_groups:
             beta2 = float(group["betas"][1]) if "betas" in group else BETA2
             for param in _with_grad(group):
@@ -161,10 +141,10 @@ class ScheduledWeightDecay(Optimizer):
                 before = to_device(before, square.device, square.dtype)
                 averages[param] = Average(beta2 * before + (1 - beta2) * square, step + 1)
                 corrected.append(averages[param].exp_avg_sq_sum / (1 - beta2 ** (step + 1)))
-                numel += as_real(param).numel()
+        self._averages.update(averages)
         # Copies to the CPU are waited for, those to a GPU are not.
         home = next((value.device for value in corrected if not value.is_cpu), corrected[0].device)
-        self._averages.update(averages)
+        numel = sum(as_real(param).numel() for param in averages)
         return torch.stack([to_device(value, home, scalar_dtype(home)) for value in corrected]).sum() / max(1, numel)
 
     def effective_weight_decay(self) -> list[float]:
@@ -179,9 +159,8 @@ class ScheduledWeightDecay(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, which it can load by itself, with the averages beside it."""
         self._share()
-        averages = {
-            i: self._averages[param]._asdict() for i, param in enumerate(self._params()) if param in self._averages
-        }
+        numbered = enumerate(self._params())
+        averages = {i: self._averages[param]._asdict() for i, param in numbered if param in self._averages}
         return {**self.optimizer.state_dict(), "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,7 +186,7 @@ class ScheduledWeightDecay(Optimizer):
 
     def _averages_of_moments(self) -> dict[Tensor, Average]:
         """Returns the averages that follow from second moments. Warns of parameters that have stepped without any."""
-        averages, lost = {}, []
+        averages, lost = {}, 0
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.get(param, {})
@@ -216,14 +195,12 @@ class ScheduledWeightDecay(Optimizer):
                 if moment is not None and step is not None:
                     averages[param] = Average(moment.sum(dtype=scalar_dtype(param.device)), int(step))
                 elif any(value is not None for value in state.values()):
-                    lost.append(state)
+                    lost += 1
         if lost:
-            found = ", ".join(sorted({str(key) for state in lost for key in state}))
             warn_user(
-                f"ScheduledWeightDecay got a state dict without its averages, wanted those or, for each parameter, "
-                f"{' or '.join(SECOND_MOMENTS)} and step, from which they follow. {len(lost)} of its parameters have "
-                f"only {found}: their averages begin anew, so the decay of the next steps follows the newest gradients "
-                "alone. Load a state dict that ScheduledWeightDecay.state_dict() has returned, if there is one.",
+                f"ScheduledWeightDecay got a state dict without its averages or, for {lost} parameters, "
+                f"{' or '.join(SECOND_MOMENTS)} and step, from which they follow. They begin anew, so the next steps "
+                "decay by the newest gradients alone. Load what ScheduledWeightDecay.state_dict() returned, if you can."
             )
         return averages
 
@@ -270,26 +247,27 @@ def _as_fused(group: dict[str, Any]) -> dict[str, Any]:
 # --- Checks
 
 
-def _check_optimizer(optimizer: object) -> None:
-    got = f"ScheduledWeightDecay got {type(optimizer).__name__}, "
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{got}wanted a torch optimizer to wrap, such as torch.optim.Adam(model.parameters()).")
-    if hasattr(optimizer, "effective_weight_decay"):
-        raise ValueError(f"{got}which schedules its decay already. Use it alone.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{got}which takes many gradients in a step. Wrap an optimizer that takes one.")
-
-
-def _check_decays(groups: list[dict[str, Any]], given: float | None) -> None:
-    """Refuses a lambda that could be meant for each of several decays, and None where no group decays."""
-    decays = sorted({_own_decay(group) for group in groups if LAMBDA not in group} - {0.0}, reverse=True)
-    if given is not None and len(decays) > 1:
-        raise ValueError(
-            f"ScheduledWeightDecay got weight_decay={given:g} for groups whose own weight_decay differs: "
-            f"{', '.join(f'{own:g}' for own in decays)}. Pass weight_decay=None, which takes each group's own as its "
-            "lambda, or set scheduled_weight_decay in these groups."
+def _check(optimizer: Optimizer, weight_decay: float | None, max_decay: float) -> None:
+    """Refuses arguments that are out of range, and groups that do not tell which lambda is meant."""
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"ScheduledWeightDecay got {type(optimizer).__name__}, wanted a torch optimizer to wrap that takes one "
+            "gradient in a step, such as torch.optim.Adam(model.parameters())."
         )
-    if given is None and not decays and not any(group.get(LAMBDA) for group in groups):
+    if not (weight_decay is None or 0 <= weight_decay < math.inf) or not 0 < max_decay <= 1:
+        raise ValueError(
+            f"ScheduledWeightDecay got weight_decay={weight_decay!r} and max_decay={max_decay!r}, wanted a finite "
+            "number >= 0 or None, and a number in (0, 1]."
+        )
+    groups = optimizer.param_groups
+    decays = {_own_decay(group) for group in groups if LAMBDA not in group} - {0.0}
+    if weight_decay is not None and len(decays) > 1:
+        raise ValueError(
+            f"ScheduledWeightDecay got weight_decay={weight_decay:g} for groups whose own weight_decay differs: "
+            f"{sorted(decays)}. Pass weight_decay=None, which takes each group's own as its lambda, or set "
+            "scheduled_weight_decay in these groups."
+        )
+    if weight_decay is None and not decays and not any(group.get(LAMBDA) for group in groups):
         raise ValueError(
             "ScheduledWeightDecay got weight_decay=None, which takes each group's own weight_decay as lambda, but no "
             "group decays. Pass a number, such as 5e-4, or give groups a weight_decay > 0."
@@ -298,8 +276,7 @@ def _check_decays(groups: list[dict[str, Any]], given: float | None) -> None:
 
 def _check_grad(grad: Tensor) -> None:
     if grad.layout is not torch.strided or hasattr(grad, "placements"):
-        kind = "one that is sharded over processes" if grad.layout is torch.strided else f"a {grad.layout} one"
         raise RuntimeError(
-            f"ScheduledWeightDecay got {kind} as a gradient, wanted a dense tensor that is here as a whole. Use "
-            "sparse=False in an embedding, and FusedAdamS for models that are sharded."
+            "ScheduledWeightDecay got a gradient that is sparse or sharded, wanted a dense tensor that is here as a "
+            "whole. Use sparse=False in an embedding, and FusedAdamS for models that are sharded."
         )

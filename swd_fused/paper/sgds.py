@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +46,8 @@ class SGDS(Optimizer):
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,10 +75,6 @@ class SGDS(Optimizer):
 def _check(group: dict[str, Any]) -> None:
     for name, most in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1), ("dampening", 1)):
         if not 0 <= group[name] < most:
-            wanted = "a finite number >= 0" if most is math.inf else "a number in [0, 1)"
-            raise ValueError(f"SGDS got {name}={group[name]!r}, wanted {wanted}.")
+            raise ValueError(f"SGDS got {name}={group[name]!r}, wanted a number in [0, {most}).")
     if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
-        raise ValueError(
-            f"SGDS got nesterov=True with momentum={group['momentum']!r} and dampening={group['dampening']!r}, wanted "
-            "a momentum > 0 and a dampening of 0."
-        )
+        raise ValueError("SGDS got nesterov=True, wanted a momentum > 0 and a dampening of 0 with it.")

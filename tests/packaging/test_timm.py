@@ -1,4 +1,4 @@
-"""swd_fused.integrations.timm with the real timm: names, weight decay, layer decay, AdamC, the launcher, the example.
+"""swd_fused.integrations.timm with the real timm: names, weight decay, layer decay, AdamC, the example.
 
 Skipped where timm is missing. `make frameworks` puts it where `any_torchvision` finds it.
 """
@@ -6,8 +6,6 @@ Skipped where timm is missing. `make frameworks` puts it where `any_torchvision`
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from tests.packaging import any_torchvision
-from tests.packaging.test_frameworks import EXAMPLES, SECONDS, assert_as_on_one_process, trained_by
+from tests.packaging.test_frameworks import EXAMPLES, assert_as_on_one_process, trained_by
 
 RUNNER = str(Path(any_torchvision.__file__))
 LR, WEIGHT_DECAY, LAYER_DECAY, STEPS = 1e-2, 0.5, 0.7, 8
@@ -142,34 +140,6 @@ def test_adamc_of_parameters_needs_groups_that_tell(timm: Any, create: Any) -> N
     model = transformer(timm)
     with pytest.raises(TypeError, match=r"got parameters only.*corrected_decay=True\)"):
         create(model.parameters(), "swdadamc", lr=LR)
-
-
-SCRIPT = """
-import sys
-import torch
-from timm.optim import create_optimizer_v2
-import beside_the_script
-
-if __name__ == "__main__":
-    optimizer = create_optimizer_v2(torch.nn.Linear(3, 2), sys.argv[2], weight_decay=0.1)
-    print(type(optimizer).__name__, [group["weight_decay"] for group in optimizer.param_groups], sys.argv)
-"""
-
-
-def test_a_script_that_knows_nothing_of_it(timm: Any, tmp_path: Path) -> None:
-    script = tmp_path / "folder" / "train.py"
-    script.parent.mkdir()
-    script.write_text(SCRIPT)
-    (script.parent / "beside_the_script.py").touch()
-    command = [sys.executable, RUNNER, "-m", "swd_fused.integrations.timm"]
-
-    def run(*arguments: str) -> str:
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=True, cwd=EXAMPLES.parent
-        ).stdout
-
-    assert run(str(script), "--opt", "fusedadams") == f"FusedAdamS [0.0, 0.1] ['{script}', '--opt', 'fusedadams']\n"
-    assert "swdadamc" in run("--help")
 
 
 def test_example(timm: Any, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def of_decays(*decays: float, kind: Any = torch.optim.AdamW, **entries: Any) -> 
 
 def test_one_lambda_for_decays_that_differ_is_refused() -> None:
     optimizer = of_decays(1e-5, 2e-5, 0.0, 1e-3)
-    with pytest.raises(ValueError, match=r"differs: 0\.001, 2e-05, 1e-05\. Pass weight_decay=None"):
+    with pytest.raises(ValueError, match=r"differs: \[1e-05, 2e-05, 0\.001\]\. Pass weight_decay=None"):
         ScheduledWeightDecay(optimizer, 7e-4)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-5, 2e-5, 0.0, 1e-3]
 

@@ -167,11 +167,8 @@ def test_averages_that_begin_anew_say_so(has_steps: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         own.load_state_dict(plain.state_dict())
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == has_steps
-    if has_steps:
-        assert "1 of its parameters have only square_avg, step: their averages begin anew" in messages[0]
-        assert caught[0].filename == __file__
+    assert ["for 1 parameters, exp_avg_sq" in str(warning.message) for warning in caught] == [True] * has_steps
+    assert all(warning.filename == __file__ for warning in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         own.load_state_dict(own.state_dict())
@@ -195,7 +192,6 @@ def test_second_moments_and_steps_are_found_where_others_keep_them(name: str) ->
     ("build", "message"),
     [
         (lambda p: ScheduledWeightDecay(torch.nn.Linear(1, 1)), "wanted a torch optimizer"),
-        (lambda p: ScheduledWeightDecay(FusedAdamS(p)), "schedules its decay already"),
         (lambda p: ScheduledWeightDecay(torch.optim.LBFGS(p)), "LBFGS"),
         (lambda p: ScheduledWeightDecay(torch.optim.Adam(p), weight_decay=-1), "weight_decay"),
         (lambda p: ScheduledWeightDecay(torch.optim.Adam(p), max_decay=0), "max_decay"),
