@@ -19,8 +19,8 @@ from swd_fused.backends.triton import launch, plan
 from swd_fused.backends.triton import operands as triton_operands
 from swd_fused.backends.triton.kernels import kernels, passes
 from swd_fused.backends.triton.kernels.tables import HYPER, SLOT, SUM, TENSOR
-from swd_fused.backends.triton.launch import BLOCK, Dtypes
-from swd_fused.backends.triton.plan import MAX_SEGMENT, SEGMENT_COST, Part, segments_of
+from swd_fused.backends.triton.launch import BLOCK
+from swd_fused.backends.triton.plan import MAX_SEGMENT, SEGMENT_COST, segments_of
 from swd_fused.devices.transfer import from_host
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from tests.backends.triton_launches import launches, rebuilt_sums
@@ -74,18 +74,6 @@ def test_segments(numels: dict[int, int], columns: dict[int, int], programs: int
         elements = sum(segment.length for segment in segments[first:end])
         tensors = len({segment.tensor for segment in segments[first:end]})
         assert columns or elements + (tensors - 1) * SEGMENT_COST <= share + 2 * BLOCK
-
-
-FLOATS = Dtypes(*[torch.float32] * len(Dtypes._fields))
-
-
-@pytest.mark.parametrize(("numels", "programs"), [([5, 6], 2), ([5000], 10), ([10**6], 100), ([0], 1), ([], 1)])
-def test_parts(numels: list[int], programs: int) -> None:
-    """No more programs than blocks, and tables of the dtypes that kernels are compiled for, also without elements."""
-    part = Part(FLOATS, dict(enumerate(numels)), 100, torch.device("cpu"))
-    assert part.programs == programs
-    tables = part.segments, part.program_segments, part.sums, part.slots, part.counter
-    assert [table.dtype for table in tables] == [torch.int64, torch.int32, torch.float64, torch.float64, torch.int32]
 
 
 # --- Operands

@@ -71,21 +71,6 @@ def test_loading_does_not_change_the_backend() -> None:
     assert optimizer.schedule == "exact"
 
 
-def test_loaded_state_is_a_copy(backend: str) -> None:
-    """With torch's own optimizers both would go on in the same memory."""
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 4)
-    twins = [copy.deepcopy(param) for param in params]
-    first = FusedAdamS(params, backend=backend)
-    run(params, grads[:2], first)
-    for twin, param in zip(twins, params, strict=True):
-        twin.data.copy_(param.data)
-    second = FusedAdamS(twins, backend=backend)
-    second.load_state_dict(first.state_dict())
-    run(params, grads[2:], first)
-    run(twins, grads[2:], second)
-    assert all(map(torch.equal, params, twins))
-
-
 def test_step_counters_take_little_space() -> None:
     """They are views of one tensor, which torch.save writes once and pickle would write for each of them."""
     params = random_params([(2,)] * 500)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.runs import defined, error, is_interpreted, moments, random_grads, random_params
+from tests.runs import defined, error, is_interpreted, moments
 
 STEPS = 6
 SHAPE = (6, 4, 5, 3)
@@ -55,31 +55,6 @@ def test_strides(backend: str, param_layout: str, grad_layout: str, state_layout
     assert error([param], reference.params) < 1e-15
     for key in ("exp_avg", "exp_avg_sq"):
         assert error(moments(optimizer, [param], key), [getattr(reference, key)[0]]) < 1e-15
-
-
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("offset", [1, 2, 3, 4])
-def test_unaligned_memory(backend: str, offset: int) -> None:
-    """Tensors that begin anywhere in their storage: each of parameter, gradient and moments by itself."""
-
-    def moved(tensor: Tensor, by: int) -> Tensor:
-        return torch.cat([tensor.new_zeros(by), tensor])[by:]
-
-    shapes = [(1001,)] * 4
-    params, grads = random_params(shapes), random_grads(shapes, 2)
-    results = []
-    for off in (0, offset):
-        own = [torch.nn.Parameter(moved(p.detach(), off if i == 0 else 0)) for i, p in enumerate(params)]
-        optimizer = FusedAdamS(own, amsgrad=True, backend=backend)
-        for step_grads in grads:
-            for i, (param, grad) in enumerate(zip(own, step_grads, strict=True)):
-                param.grad = moved(grad, off if i == 1 else 0)
-            optimizer.step()
-            for i, key in ((2, "exp_avg"), (3, "max_exp_avg_sq")):
-                optimizer.state[own[i]][key] = moved(optimizer.state[own[i]][key], off)
-        results.append([*own, *moments(optimizer, own, "exp_avg_sq")])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_gradient_is_not_written_to(backend: str) -> None:

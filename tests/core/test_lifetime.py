@@ -33,30 +33,32 @@ def _no_garbage_collection() -> Iterator[None]:
 Params = list[nn.Parameter]
 
 
+def run_of(optimizer: FusedAdamS, params: Params) -> FusedAdamS:
+    run(params, random_grads(SHAPES, 2, params[0].dtype), optimizer)
+    return optimizer
+
+
+def backward(params: Params) -> float:
+    loss = torch.stack([param.square().sum() for param in params]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach())
+
+
 def unused(params: Params, **options: Any) -> FusedAdamS:
     return FusedAdamS(params, **options)
 
 
 def stepped(params: Params, **options: Any) -> FusedAdamS:
-    optimizer = FusedAdamS(params, **options)
-    dtype = params[0].dtype
-    run(params, random_grads(SHAPES, 2, dtype), optimizer)
-    return optimizer
+    return run_of(FusedAdamS(params, **options), params)
 
 
 lagged = partial(stepped, schedule="lagged")
-clipped = partial(stepped, max_grad_norm=0.5, skip_nonfinite=True)
 judged = partial(stepped, outliers="clip")
+clipped = partial(stepped, max_grad_norm=0.5, skip_nonfinite=True)
 
 
 def in_two_buckets(params: Params, **options: Any) -> FusedAdamS:
-    groups = [{"params": params[:1]}, {"params": params[1:], "amsgrad": True}]
-    return stepped(params, **options) if len(params) < 2 else _run(FusedAdamS(groups, **options), params)
-
-
-def _run(optimizer: FusedAdamS, params: Params) -> FusedAdamS:
-    run(params, random_grads(SHAPES, 2), optimizer)
-    return optimizer
+    return run_of(FusedAdamS([{"params": params[:1]}, {"params": params[1:], "amsgrad": True}], **options), params)
 
 
 def told_the_sum(params: Params, **options: Any) -> FusedAdamS:
@@ -71,7 +73,7 @@ def told_the_sum(params: Params, **options: Any) -> FusedAdamS:
 def told_by_a_provider(params: Params, **options: Any) -> FusedAdamS:
     optimizer = FusedAdamS(params, **options)
     optimizer.grad_sumsq_provider = lambda: (82.0, 82)
-    return _run(optimizer, params)
+    return run_of(optimizer, params)
 
 
 def calibrated(params: Params, **options: Any) -> FusedAdamS:
@@ -85,18 +87,18 @@ def shown_and_saved(params: Params, **options: Any) -> FusedAdamS:
     repr(optimizer)
     pickle.dumps(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
-    return _run(optimizer, params)
+    return run_of(optimizer, params)
 
 
 def copied(params: Params, **options: Any) -> FusedAdamS:
     copies, twin = copy.deepcopy((params, stepped(params, **options)))
-    return _run(twin, copies)
+    return run_of(twin, copies)
 
 
 def set_anew(params: Params, **options: Any) -> FusedAdamS:
     optimizer = stepped(params, **options)
     optimizer.max_grad_norm, optimizer.backend = 0.5, "torch"
-    return _run(optimizer, params)
+    return run_of(optimizer, params)
 
 
 def refused(params: Params, **options: Any) -> FusedAdamS:
@@ -112,9 +114,7 @@ def called_with_a_closure(params: Params, **options: Any) -> FusedAdamS:
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = sum(param.square().sum() for param in params)
-        loss.backward()  # type: ignore[union-attr]
-        return float(loss.detach())
+        return backward(params)
 
     optimizer.step(closure)
     del closure
@@ -125,21 +125,21 @@ def released(params: Params, **options: Any) -> FusedAdamS:
     optimizer = FusedAdamS(params, schedule="lagged", **options)
     optimizer.release_gradients()
     for _ in range(3):
-        sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+        backward(params)
         optimizer.step()
     return optimizer
 
 
 def released_in_the_middle(params: Params, **options: Any) -> FusedAdamS:
     optimizer = released(params, **options)
-    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+    backward(params)
     return optimizer
 
 
 def no_longer_released(params: Params, **options: Any) -> FusedAdamS:
     optimizer = released(params, **options)
     optimizer.release_gradients().remove()
-    return _run(optimizer, params)
+    return run_of(optimizer, params)
 
 
 USES: list[Callable[..., FusedAdamS]] = [
@@ -159,7 +159,7 @@ def assert_freed(make: Callable[[], FusedAdamS], params: Params) -> None:
     assert [ref() for ref in refs] == [None] * len(refs)
     for param in params:  # they may be trained on
         param.grad = None
-    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+    backward(params)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -200,7 +200,7 @@ def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
     handle, gone = optimizer.release_gradients(), weakref.ref(optimizer)
     del optimizer
     assert gone() is None
-    sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
+    backward(params)
     assert all(param.grad is not None for param in params), "nobody takes them any more"
     handle.remove()
 

@@ -46,15 +46,9 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 8, bias=False)
 
 
-MATRICES = [
-    "linear.weight",
-    "attention.in_proj_weight",
-    "attention.out_proj.weight",
-    "recurrent.weight_ih_l0",
-    "recurrent.weight_hh_l0",
-    "experts.up",
-    "head.weight",
-]
+ATTENTION = ["attention.in_proj_weight", "attention.out_proj.weight"]
+RECURRENT = ["recurrent.weight_ih_l0", "recurrent.weight_hh_l0"]
+MATRICES = ["linear.weight", *ATTENTION, *RECURRENT, "experts.up", "head.weight"]
 EMBEDDINGS = ["tokens.weight", "pos_embed"]
 
 

@@ -29,85 +29,73 @@ def said(run: Callable[[], object]) -> str:
     return ""
 
 
+def a_parameter() -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    return param
+
+
+def of_megatron() -> torch.nn.Parameter:
+    param = a_parameter()
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return param
+
+
+def a_shard(mesh: DeviceMesh | None = None) -> torch.nn.Parameter:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    return param
+
+
+def zero() -> None:
+    model = new_model()
+    train(model, zero_redundancy_optimizer(param_groups(model), FusedAdamS, lr=LR))
+
+
+def partial_param() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(as_partial(torch.ones(3), mesh))
+    param.grad = as_partial(torch.ones(3), mesh)
+    FusedAdamS([param]).step()
+
+
+def plain_state() -> None:
+    optimizer = FusedAdamS([a_shard()])
+    optimizer.step()
+    state = {"step": 1.0, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def deepspeed() -> None:
+    optimizer = FusedAdamS([a_parameter()])
+
+    class ZeroStage:
+        def step(self) -> None:
+            optimizer.step()
+
+    ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
+    ZeroStage().step()
+
+
+ASKED: dict[str, Callable[[], object]] = {
+    "counted twice": lambda: FusedAdamS([a_shard()], process_group=dist.group.WORLD).step(),
+    "on other ranks": lambda: FusedAdamS([a_shard(DeviceMesh("cpu", [0]))]).step(),
+    "deepspeed": deepspeed,
+    "zero": zero,
+    "megatron": lambda: FusedAdamS([of_megatron()]).step(),
+    "whole after all": lambda: FusedAdamS([{"params": [of_megatron()], "process_group": None}]).step(),
+    "partial param": partial_param,
+    "plain state": plain_state,
+    "pickled": lambda: pickle.dumps(FusedAdamS([a_parameter()], process_group=dist.group.WORLD)),
+    "fsdp1, False": lambda: fsdp1(False, process_group=None, total_numel=None),
+    "fsdp1, True": lambda: fsdp1(True, process_group=None, total_numel=None),
+}
+
+
 def messages() -> dict[str, str]:
     """Returns what is said by case."""
-
-    def zero() -> None:
-        model = new_model()
-        train(model, zero_redundancy_optimizer(param_groups(model), FusedAdamS, lr=LR))
-
-    def megatron() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        param.grad = torch.ones(3)
-        FusedAdamS([param]).step()
-
-    def whole_after_all() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        param.grad = torch.ones(3)
-        FusedAdamS([{"params": [param], "process_group": None}]).step()
-
-    def partial_param() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(as_partial(torch.ones(3), mesh))
-        param.grad = as_partial(torch.ones(3), mesh)
-        FusedAdamS([param]).step()
-
-    def plain_state() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        optimizer = FusedAdamS([param])
-        param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        optimizer.step()
-        optimizer.load_state_dict(
-            {
-                "state": {0: {"step": 1.0, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}},
-                "param_groups": optimizer.state_dict()["param_groups"],
-            }
-        )
-
-    def pickled() -> None:
-        pickle.dumps(FusedAdamS([torch.nn.Parameter(torch.ones(3))], process_group=dist.group.WORLD))
-
-    def deepspeed() -> None:
-        param = torch.nn.Parameter(torch.ones(3))
-        param.grad = torch.ones(3)
-        optimizer = FusedAdamS([param])
-
-        class ZeroStage:
-            def step(self) -> None:
-                optimizer.step()
-
-        ZeroStage.__module__ = "deepspeed.runtime.zero.stage3"
-        ZeroStage().step()
-
-    def counted_twice() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        FusedAdamS([param], process_group=dist.group.WORLD).step()
-
-    def on_other_ranks() -> None:
-        mesh = DeviceMesh("cpu", [0])
-        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        FusedAdamS([param]).step()
-
-    cases = [
-        counted_twice,
-        on_other_ranks,
-        deepspeed,
-        zero,
-        megatron,
-        whole_after_all,
-        partial_param,
-        plain_state,
-        pickled,
-    ]
-    answers = {case.__name__: said(case) for case in cases}
-    for use_orig_params in (False, True):
-        run = functools.partial(fsdp1, use_orig_params, process_group=None, total_numel=None)
-        answers[f"fsdp1, {use_orig_params}"] = said(run)
-    return answers
+    return {name: said(ask) for name, ask in ASKED.items()}
 
 
 def answers_of_ranks() -> list[dict[str, str]]:
@@ -119,12 +107,12 @@ def answers_of_ranks() -> list[dict[str, str]]:
     [
         ("zero", r"plain tensors from ZeroRedundancyOptimizer, which are shards.*functools\.partial"),
         ("deepspeed", r"from ZeroStage, .* call swd_fused\.distributed\.deepspeed\.follow"),
-        ("counted_twice", "Leave process_group out"),
+        ("counted twice", "Leave process_group out"),
         ("megatron", "from Megatron's tensor parallelism, .* pass process_group="),
         ("fsdp1, False", "from FullyShardedDataParallel, .* total_numel="),
         ("fsdp1, True", "from FullyShardedDataParallel"),
-        ("partial_param", "wanted Shard and Replicate only"),
-        ("plain_state", "set_optimizer_state_dict"),
+        ("partial param", "wanted Shard and Replicate only"),
+        ("plain state", "set_optimizer_state_dict"),
         ("pickled", "Save optimizer.state_dict"),
     ],
 )
@@ -134,11 +122,11 @@ def test_what_would_be_wrong_is_refused(case: str, message: str) -> None:
 
 
 def test_a_group_that_says_it_is_whole_is_believed() -> None:
-    assert all(not answers["whole_after_all"] for answers in answers_of_ranks())
+    assert all(not answers["whole after all"] for answers in answers_of_ranks())
 
 
 def test_a_rank_outside_of_a_mesh_is_told() -> None:
-    inside, outside = [answers["on_other_ranks"] for answers in answers_of_ranks()]
+    inside, outside = [answers["on other ranks"] for answers in answers_of_ranks()]
     assert not inside
     assert "of which rank 1 is none" in outside
 

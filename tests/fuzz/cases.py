@@ -13,20 +13,9 @@ from tests.fuzz.layouts import LAYOUTS
 
 # Around vector lanes (64), the address table's rounding (512), blocks (4096) and chunks (32768) of the C++ kernels.
 SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 127, 511, 512, 513, 4095, 4096, 4097, 32767, 32769]
-SHAPES = [
-    (),
-    (0,),
-    (0, 7),
-    (3, 0, 2),
-    (1, 1),
-    (5, 3),
-    (8, 8),
-    (7, 9, 1),
-    (13, 5),
-    (2, 3, 4, 5),
-    (16, 9),
-    (20, 31),
-    (64, 65),
+SHAPES: list[tuple[int, ...]] = [
+    *((), (0,), (0, 7), (3, 0, 2), (1, 1), (5, 3), (8, 8), (7, 9, 1), (13, 5), (2, 3, 4, 5), (16, 9)),
+    *((20, 31), (64, 65)),
 ]
 # Rows of whole blocks, with a short last one, of less than a block, and too short to be coded; vectors; and more
 # dimensions. The small ones, which the interpreter takes too, are for cases where smaller tensors are coded.

@@ -82,11 +82,7 @@ def emulated(kernel: str, arch: int, configuration: Configuration, change: Chang
 
 @contextmanager
 def emulated_launches(
-    programs: int = 5,
-    arch: int = 90,
-    seed: int | None = None,
-    find_races: bool = False,
-    change: Change | None = None,
+    programs: int = 5, arch: int = 90, seed: int | None = None, find_races: bool = False, change: Change | None = None
 ) -> Iterator[Emulator]:
     """Within, backend="triton" serves CPU tensors, as a device that holds so many programs would."""
     emulator = Emulator(programs, arch, seed, find_races, change)

@@ -17,13 +17,7 @@ from .ptx_types import SIGNED, TYPES, UNSIGNED, Array, Type, type_of, types_in
 
 Calculate = Callable[..., Array]
 
-UNARY: dict[str, Calculate] = {
-    "sqrt": np.sqrt,
-    "neg": np.negative,
-    "abs": np.abs,
-    "not": np.invert,
-    "mov": lambda x: x,
-}
+UNARY: dict[str, Calculate] = {"sqrt": np.sqrt, "neg": np.negative, "abs": np.abs, "not": np.invert, "mov": lambda x: x}
 
 BINARY: dict[str, Calculate] = {
     "add": np.add,

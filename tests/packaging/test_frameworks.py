@@ -218,29 +218,6 @@ def test_lightning_clips_by_the_step_in_mixed_precision() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the framework's own
-def test_lightning_fabric() -> None:
-    """Its optimizer is of a subclass of FusedAdamS, and has none of its attributes."""
-    lightning = pytest.importorskip("lightning")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    data = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(1))
-    weights = []
-    for is_wrapped in (False, True):
-        torch.manual_seed(0)
-        model: Any = torch.nn.Linear(3, 2)
-        optimizer: Any = FusedAdamS(param_groups(model, 1e-3), lr=0.1, max_grad_norm=0.5)
-        if is_wrapped:
-            model, optimizer = fabric.setup(model, optimizer)
-        for x in data:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            fabric.backward(loss) if is_wrapped else loss.backward()
-            optimizer.step()
-        assert optimizer.metrics()["clipped_share"] > 0
-        weights.append(model.weight.detach())
-    assert torch.equal(*weights)
-
-
-@pytest.mark.filterwarnings("default")  # the framework's own
 def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.loggers import CSVLogger

@@ -57,18 +57,8 @@ errors: list[BaseException] = []  # of what ran on a stream
 
 # In the order of machine.h.
 _COUNTERS = (
-    "sync",
-    "event_query",
-    "host_alloc",
-    "malloc",
-    "h2d_pinned",
-    "h2d_pageable",
-    "d2h_pinned",
-    "d2h_pageable",
-    "d2d",
-    "launches",
-    "refused_in_capture",
-    "wrong_device",
+    *("sync", "event_query", "host_alloc", "malloc", "h2d_pinned", "h2d_pageable", "d2h_pinned", "d2h_pageable"),
+    *("d2d", "launches", "refused_in_capture", "wrong_device"),
 )
 _counters = (ctypes.c_long * 16).in_dll(library, "vgpu_counts")
 
