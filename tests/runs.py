@@ -65,6 +65,15 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().double().cpu().numpy().astype(np.longdouble)
 
 
+def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+
+
+def twins_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(param.detach().clone()) for param in params]
+
+
 def run(params: list[torch.nn.Parameter], grads: list[list[Tensor | None]], optimizer: torch.optim.Optimizer) -> None:
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):

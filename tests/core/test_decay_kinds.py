@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.runs import SHAPES, fused, is_interpreted, random_grads, random_params, run, shapes_for, steps_for
+from tests.runs import (
+    SHAPES,
+    fused,
+    is_interpreted,
+    random_grads,
+    random_params,
+    run,
+    set_grads,
+    shapes_for,
+    steps_for,
+    twins_of,
+)
 
 Options = dict[str, Any]
 
@@ -32,15 +43,6 @@ def steps_of(backend: str) -> list[float]:
 # --- Twins that nobody here wrote
 
 
-def twins_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(param.detach().clone()) for param in params]
-
-
-def give(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
-
-
 @pytest.mark.parametrize("options", [ADAMC, INDEPENDENT, {**INDEPENDENT, "amsgrad": True}], ids=str)
 def test_equals_adamw_with_a_callback_that_sets_its_decay(backend: str, options: Options) -> None:
     shapes, shares = shapes_for(backend), [share for share in steps_of(backend) if share]
@@ -55,8 +57,8 @@ def test_equals_adamw_with_a_callback_that_sets_its_decay(backend: str, options:
         optimizer.param_groups[0]["lr"] = lr
         by_hand = options["weight_decay"] * (lr / largest if options is ADAMC else 1 / largest)
         adamw.param_groups[0].update(lr=lr, weight_decay=by_hand)
-        give(params, step_grads)
-        give(twins, step_grads)
+        set_grads(params, step_grads)
+        set_grads(twins, step_grads)
         optimizer.step()
         adamw.step()
         assert optimizer.effective_weight_decay() == pytest.approx([by_hand])
@@ -75,7 +77,7 @@ def test_cautious_decay_equals_adam_and_what_its_paper_adds(backend: str, maximi
     adam = torch.optim.Adam(twins, **options)
     for step_grads in grads:
         before = [twin.detach().clone() for twin in twins]
-        give(twins, step_grads)
+        set_grads(twins, step_grads)
         adam.step()
         with torch.no_grad():
             for twin, start in zip(twins, before, strict=True):
@@ -176,7 +178,7 @@ def test_a_learning_rate_above_the_given_peak_warns_once(new_lr: Callable[..., A
     assert optimizer.effective_weight_decay() == pytest.approx([0.5 * 0.5])
     before = [param.detach().clone() for param in params]
     optimizer.param_groups[0]["lr"] = new_lr(0.2)
-    give(params, random_grads([(40,), (5, 7)], 1)[0])
+    set_grads(params, random_grads([(40,), (5, 7)], 1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match=r"lr=0\.2 after largest_lr=0\.1"):
@@ -267,7 +269,7 @@ def test_the_warning_of_max_decay_knows_the_correction() -> None:
     params = random_params([(50,)])
     for largest, warns in ((None, True), (100.0, False)):
         optimizer = FusedAdamS(params, lr=1.0, weight_decay=1.0, largest_lr=largest, **CORRECTED)
-        give(params, [torch.full((50,), 0.5)])
+        set_grads(params, [torch.full((50,), 0.5)])
         optimizer.step()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from swd_fused.backends import choose
 from tests.definition import AdamS, wide
-from tests.runs import defined, error, random_grads, random_params, steps_for
+from tests.runs import defined, error, random_grads, random_params, set_grads, steps_for
 
 SHAPES = [(300,), (40, 5), (), (7, 3)]
 GROUPS = [{"params": [0, 1], "weight_decay": 2e-3}, {"params": [2, 3], "weight_decay": 0.0, "eps": 1e-6}]
@@ -28,11 +28,6 @@ def prepared(backend: str, **options: Any) -> tuple[list[torch.nn.Parameter], li
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_for(backend, 10), torch.float64)
     groups = [{**group, "params": [params[i] for i in group["params"]]} for group in GROUPS]
     return params, grads, FusedAdamS(groups, lr=0.01, backend=backend, **options)
-
-
-def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
 
 
 @pytest.mark.parametrize("numel", [None, NUMEL])

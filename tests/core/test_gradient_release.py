@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from swd_fused import FusedAdamS
-from swd_fused.backends import choose
 from swd_fused.drivers import release as gradient_release
 from tests.device import DEVICE
 from tests.runs import is_interpreted, steps_for, sum_tolerance
@@ -146,22 +145,6 @@ def test_equals_the_lagged_step_bit_for_bit(
 
 def grads_left(model: nn.Module) -> int:
     return sum(param.grad is not None for param in model.parameters())
-
-
-def test_updates_are_gathered(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 bytes at a time: matrices of 24 x 24 alone, the rest in groups."""
-    monkeypatch.setattr(gradient_release, "GATHERED_BYTES", 2000)
-    model = new_model()
-    optimizer = new_optimizer(model, backend)
-    optimizer.release_gradients()
-    train(model, optimizer, range(1))
-    kind = type(choose(model.late, optimizer.options))
-    calls, pass2 = [], kind.pass2
-    monkeypatch.setattr(kind, "pass2", lambda self, bucket, *rest: calls.append(0) or pass2(self, bucket, *rest))
-    loss_of(model, 2).backward()
-    assert len(calls) == 2  # `leave` with `side`; `again` and its bias; `enter` waits
-    optimizer.step()
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("gathered", GATHERED)

@@ -11,7 +11,7 @@ import torch
 from swd_fused import FusedAdamS
 from swd_fused.devices.transfer import to_device
 from tests.device import DEVICE
-from tests.runs import SHAPES, everything, fused, random_grads, random_params, run, steps_for, sum_tolerance
+from tests.runs import SHAPES, everything, fused, random_grads, random_params, run, set_grads, steps_for, sum_tolerance
 
 VARIANTS: list[Any] = [
     pytest.param(torch.float32, {}, id="plain"),
@@ -24,11 +24,6 @@ VARIANTS: list[Any] = [
 ]
 
 pytestmark = pytest.mark.usefixtures("_codes_of_small_tensors")
-
-
-def set_grads(params: list[torch.nn.Parameter], grads: list[torch.Tensor], scale: float = 1.0) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad * scale
 
 
 def scaled_step(scaler: torch.amp.GradScaler, optimizer: FusedAdamS, unscale_first: bool) -> None:
@@ -50,7 +45,7 @@ def test_scaled_run_equals_unscaled(
     optimizer, peer = fused(params, backend=backend, **options), fused(peers, backend=backend, **options)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for step_grads in grads:
-        set_grads(params, step_grads, 1024.0)
+        set_grads(params, [1024.0 * grad for grad in step_grads])
         scaled_step(scaler, optimizer, unscale_first)
         set_grads(peers, step_grads)
         peer.step()
@@ -76,7 +71,7 @@ def test_an_infinity_changes_nothing(
     scaler = torch.amp.GradScaler(DEVICE, init_scale=64.0, backoff_factor=0.5)
     scale = 64.0
     for t, step_grads in enumerate(grads):
-        set_grads(params, step_grads, scale)
+        set_grads(params, [scale * grad for grad in step_grads])
         if t == 2:
             params[1].grad.view(-1)[7] = torch.inf
             before = everything(optimizer, params)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import SWALR
 
 from swd_fused import FusedAdamS, FusedAdamW
-from tests.runs import assert_same
+from tests.runs import assert_same, twins_of
 
 Params = list[torch.nn.Parameter]
 Make = Callable[..., torch.optim.Optimizer]
@@ -83,10 +83,6 @@ def train(params: Params, optimizer: torch.optim.Optimizer, steps: int, seed: in
         optimizer.step()
 
 
-def copies(params: Params) -> Params:
-    return [torch.nn.Parameter(param.detach().clone()) for param in params]
-
-
 # --- Steps
 
 
@@ -121,7 +117,7 @@ def test_closure(make: Make, under: Callable[[], Any]) -> None:
 def test_between_inference_mode_and_none(make: Make, steps_before: int) -> None:
     """State that was made outside serves inside. State that was made inside serves outside: more than AdamW's does."""
     params = params_like((4,), (3, 2))
-    twins = copies(params)
+    twins = twins_of(params)
     optimizer = make(params)
     train(params, optimizer, steps_before)
     with torch.inference_mode():
@@ -176,7 +172,7 @@ def test_state_and_hyper_parameters_go_through_a_file(make: Make, config: dict[s
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
         assert_same(loaded, optimizer.state_dict())
-        twins = copies(params)
+        twins = twins_of(params)
         other = make(twins)
         other.load_state_dict(loaded)
         for own, its in ((params, optimizer), (twins, other)):
@@ -198,7 +194,7 @@ def test_a_state_dict_is_of_one_step(make: Make) -> None:
         at_step[step] = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
         train(params, optimizer, 1, seed=step)
     at_step[4] = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
-    other = make(copies(params))
+    other = make(twins_of(params))
     other.load_state_dict(saved)
     for state in (saved["state"][0], other.state[other.param_groups[0]["params"][0]]):
         assert_same(dict(state), at_step[int(state["step"])])
@@ -211,7 +207,7 @@ def test_older_state_dicts(make: Make, number: Any) -> None:
     params = params_like((4,), (3, 2))
     optimizer = make(params)
     train(params, optimizer, 2)
-    twins = copies(params)
+    twins = twins_of(params)
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
         for key in ("maximize", "foreach", "capturable", "differentiable", "fused"):
@@ -228,7 +224,7 @@ def test_older_state_dicts(make: Make, number: Any) -> None:
 @contestants
 def test_hooks_of_state_dicts(make: Make) -> None:
     params = params_like((4,))
-    optimizer, other = make(params), make(copies(params))
+    optimizer, other = make(params), make(twins_of(params))
     train(params, optimizer, 1)
     seen: list[str] = []
 
@@ -263,7 +259,7 @@ def test_copies_go_on_by_themselves(make: Make, way: Any) -> None:
     train(params, optimizer, 2)
     scheduler.step()
     twins, other = way((params, optimizer))
-    start = copies(params)
+    start = twins_of(params)
     train(twins, other, 2)
     assert_same(params, start)
     train(params, optimizer, 2)
@@ -341,7 +337,7 @@ def test_schedulers_set_what_they_set_for_adamw_and_resume(make: Make, name: str
     params, peers = params_like((5,), (3, 2)), params_like((5,), (3, 2))
     optimizer, scheduler = scheduled(make, name, new_lr, params)
     seen = advance(params, optimizer, scheduler, range(STEPS // 2))
-    twins = copies(params)
+    twins = twins_of(params)
     other, other_scheduler = scheduled(make, name, new_lr, twins)
     other_scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 
-from .ptx_emulator import AccessError, Kernel, Memory, RaceError, Statistics, span_of
+from .ptx_emulator import AccessError, Kernel, Memory, Statistics, span_of
 from .ptx_memory import READABLE
 
 
@@ -106,57 +106,7 @@ def test_an_access_that_a_gpu_would_refuse_stops_the_run(access: str, match: str
         run(access, np.zeros(64, np.uint32), rights=READABLE)
 
 
-def test_sectors_tell_a_stride_from_neighbours() -> None:
-    body = """
-        mov.u32 %r1, %tid.x;
-        mul.wide.u32 %rd2, %r1, 32;
-        add.s64 %rd3, %rd1, %rd2;
-        ld.global.b32 %r2, [%rd3];
-        ld.global.b32 %r2, [%rd1];
-        """
-    loads = run(body, np.zeros(64 * 8, np.uint32), threads=64).loads
-    assert (loads.requests, loads.sectors, loads.bytes) == (4, 64 + 2, 64 * 4 + 2 * 4)
-
-
 # --- Orders of programs
-
-RELEASED = """
-        mov.u32 %r1, %ctaid.x;
-        setp.ne.b32 %p1, %r1, 0;
-        @%p1 bra $wait;
-        BEFORE
-        atom.global.SCOPE.release.add.u32 %r4, [%rd1], 1;
-        AFTER
-        bra.uni $done;
-    $wait:
-        ld.global.gpu.acquire.b32 %r2, [%rd1];
-        setp.ne.b32 %p2, %r2, 32;
-        @%p2 bra $wait;
-        ld.global.b32 %r3, [%rd1 + 4];
-    $done:
-        """
-STORE = "st.global.b32 [%rd1 + 4], %r1;"
-OVERWRITTEN = """
-        mov.u32 %r1, %ctaid.x;
-        setp.ne.b32 %p1, %r1, 0;
-        ld.global.b32 %r2, [%rd1];
-        @%p1 st.global.b32 [%rd1], %r1;
-        """
-
-
-def find_races(body: str) -> None:
-    run(body, np.zeros(2, np.uint32), programs=2, find_races=True)
-
-
-def test_races_are_found() -> None:
-    """Between programs: after a release, by a release that does not reach the other one, without any."""
-    find_races(RELEASED.replace("BEFORE", STORE).replace("AFTER", "").replace("SCOPE", "gpu"))
-    for before, after, scope in (("", STORE, "gpu"), (STORE, "", "cta")):
-        body = RELEASED.replace("BEFORE", before).replace("AFTER", after).replace("SCOPE", scope)
-        with pytest.raises(RaceError, match="no order between them"):
-            find_races(body)
-    with pytest.raises(RaceError, match="overwrites what program 0"):
-        find_races(OVERWRITTEN)
 
 
 def test_other_seeds_interleave_programs_otherwise() -> None:
@@ -180,29 +130,3 @@ def test_other_seeds_interleave_programs_otherwise() -> None:
         orders.add(tuple(taken[1:]))
     assert {tuple(sorted(order)) for order in orders} == {(0, 0, 1, 1, 2, 2, 3, 3)}
     assert len(orders) == 5
-
-
-def test_code_that_waits_for_code_behind_it_ends() -> None:
-    """Program 0 spins at the top until program 1, which jumped far down, lets it go."""
-    body = """
-        mov.u32 %r1, %ctaid.x;
-        setp.ne.b32 %p1, %r1, 0;
-        @%p1 bra $release;
-    $spin:
-        ld.global.gpu.acquire.b32 %r2, [%rd1];
-        setp.eq.b32 %p2, %r2, 0;
-        @%p2 bra $spin;
-        bra.uni $done;
-    $release:
-        st.global.b32 [%rd1], %r1;
-    $done:
-        """
-    run(body, np.zeros(1, np.uint32), programs=2)
-
-
-def test_a_barrier_that_some_threads_leave_out_is_a_deadlock_or_the_end() -> None:
-    """Threads that returned do not count, so a barrier opens for the rest; a spinning warp is stopped by the limit."""
-    start = "mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 32;"
-    assert run(f"{start} @%p1 bra $done; bar.sync 0; $done:", np.zeros(1), threads=64).barriers == 1
-    with pytest.raises(RuntimeError, match="too many instructions"):
-        run(f"{start} $spin: @%p1 bra $spin; bar.sync 0;", np.zeros(1), threads=64, most_instructions=10_000)
