@@ -37,6 +37,7 @@ MODES = [
     pytest.param({"schedule": "lagged"}, id="lagged"),
     pytest.param({"amsgrad": True, "ema_decay": 0.9}, id="amsgrad, averages"),
 ]
+JUDGED = pytest.param({"outliers": "clip"}, id="outliers")  # in more than one launch
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def twins_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
 
 @pytest.mark.backends(split=True, without=("cpu",))
 @pytest.mark.parametrize("lr", ["number", "tensor", "scheduled number", "scheduled tensor"])
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", [*MODES, JUDGED])
 def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any], lr: str) -> None:
     """From the third step on: first ones compile. Gradients are new tensors in each step."""
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 6, torch.float64)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS
+from swd_fused import FusedAdamS, outliers
 from swd_fused.devices import graphs
 from tests.backends.test_gpu import MODES, captured, warm_up
 from tests.device import DEVICE
@@ -346,6 +346,24 @@ def test_steps_that_clip_count_in_each_replay(backend: str) -> None:
     assert mixed.optimizer.metrics()["clipped_share"] == 4 / 5
     mixed.step()
     assert mixed.optimizer.metrics()["clipped_share"] == mixed.twin.metrics()["clipped_share"] == 5 / 6
+
+
+@pytest.mark.parametrize("mode", ["skip", "clip"])
+def test_steps_that_stand_out_are_decided_in_each_replay(
+    backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outliers, "MEASURED_STEPS", 2)
+    mixed = Mixed(backend, {})
+    for each in (mixed.optimizer, mixed.twin):
+        each.outliers, each.outlier_sigma = mode, 0.05
+    refused(mixed, RuntimeError, "the first step")  # ends with a step
+    replay = mixed.capture()
+    for _ in range(6):
+        replay()
+    mixed.step()
+    numbers = [each.param_groups[0][outliers.KEY].cpu() for each in (mixed.optimizer, mixed.twin)]
+    torch.testing.assert_close(*numbers, rtol=1e-5, atol=0)
+    assert 0 < float(numbers[0][4]) < 8
 
 
 @pytest.mark.backends(without=("cpu", "triton"))
