@@ -1,30 +1,17 @@
-"""What is found by training with moments in 8 bits: each contender against its reference over all seeds, and a picture.
-
-Lines of the picture are means over seeds, bands reach from the lowest seed to the highest. Nothing here measures.
-"""
+"""What is found by training with moments in 8 bits: each contender against its reference over all seeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.drawing import PALETTE, legend_above, measured_on, plain_log_ticks, save, tidy
-from benchmarks.studies.rows import Row, chosen, grouped, over_seeds
+from benchmarks.studies.rows import Row, chosen, grouped
 
-NAMES = {"cnn": "Convolutional net, digits with noise", "gpt": "GPT, characters of Python's library"}
 LOSSES = {"training": "train_loss", "held-out": "held_out_loss"}
-# Of contenders in their order; float32 is dashed.
-STYLES = (
-    *(("#000000", "--"), (PALETTE["blue"], "-"), ("#BBBBBB", "--")),
-    *(("#777777", "--"), (PALETTE["pink"], "-"), (PALETTE["red"], "-")),
-)
 HEADINGS = (
     *("train loss", "difference", "held-out loss", "accuracy"),
     *("sum of v", "mean of v, rms", "largest update / lr"),
@@ -89,37 +76,3 @@ def verdict(of_task: Sequence[Row], contender: str, reference: str) -> str:
         where = ("HIGHER" if value > 0 else "lower") + " by more than the spread" if beyond else "within the spread"
         said.append(f"{kind} loss {value:+.4f}, {where} of {of_seeds:.4f}")
     return f"{contender} is {'WORSE' if worse else 'no worse'} than {reference}: {'; '.join(said)}"
-
-
-def plot(rows: Sequence[Row], points: Sequence[Row], picture: Path, bold: str) -> Path:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    figure = Figure(figsize=(5.2 * len(tasks) + 0.8, 7.2), layout="constrained")
-    panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
-    for (loss, stored), task in zip(panels.T, tasks, strict=True):
-        for axis, column, scale in ((loss, "train_loss", 1.0), (stored, "sum_of_v", 100.0)):
-            for name, (colour, line) in zip(names, STYLES, strict=False):
-                of = chosen(points, task=task, contender=name)
-                draw(axis, of, column, scale, color=colour, linestyle=line, linewidth=2 if name == bold else 1.2)
-            tidy(axis)
-        loss.set_yscale("log")
-        plain_log_ticks(loss.yaxis)
-        parameters = chosen(rows, task=task)[0]["parameters"]
-        loss.set_title(f"{NAMES[task]}, {parameters:,} parameters", fontsize=10, loc="left")
-        stored.set_xlabel("step")
-    panels[0, 0].set_ylabel("training loss")
-    panels[1, 0].set_ylabel("sum of stored v against float32's\nfor the same gradients, %")
-    legend_above(figure, list(panels[0]), columns=3)
-    said = (
-        f"Means of {len({row['seed'] for row in rows})} seeds, bands from the lowest to the highest. Same weights and "
-        "batches for all of a seed. Same hyper-parameters. AdamS: scheduled weight decay, AdamW: constant. float32 "
-        "parameters. "
-    )
-    return save(figure, picture, said + measured_on([{key: str(value) for key, value in rows[0].items()}]))
-
-
-def draw(axis: Axes, points: Sequence[Row], column: str, scale: float, **style: object) -> None:
-    if points:
-        steps, mean, least, most = over_seeds(points, "step", column)
-        axis.plot(steps, scale * mean, label=points[0]["contender"], **style)  # type: ignore[arg-type]
-        axis.fill_between(steps, scale * least, scale * most, color=style["color"], alpha=0.12, linewidth=0)  # type: ignore[arg-type]

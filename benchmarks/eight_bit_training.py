@@ -317,9 +317,10 @@ def trained(run: Run, checkpoint: Checkpoint, after_window: Callable[[], None]) 
     contender = next(contender for contender in CONTENDERS if contender.name == run.contender)
     lesson = Watched(task, contender, run.seed, run.steps)
     points = train(lesson, checkpoint, after_window)
-    own = {"task": run.task, "contender": run.contender, "seed": run.seed}
     row = {
-        **own,
+        "task": run.task,
+        "contender": run.contender,
+        "seed": run.seed,
         "steps": run.steps,
         "parameters": lesson.numel,
         "train_loss": fmean(point["train_loss"] for point in points[-2:]),  # of the last 50 steps
@@ -330,8 +331,7 @@ def trained(run: Run, checkpoint: Checkpoint, after_window: Callable[[], None]) 
         "adams_weight_decay": task.decays[0],
         "adamw_weight_decay": task.decays[1],
     }
-    names = ("step", "train_loss", "sum_of_v", "mean_of_v")
-    return {"row": row, "curves": [{**own, **{name: point[name] for name in names}} for point in points]}
+    return {"row": row}
 
 
 # --- The command
@@ -350,7 +350,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seeds", type=positive, default=3, help="default: %(default)s")
     result.add_argument("--jobs", type=positive, default=2, help="runs at a time, default: %(default)s")
     result.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
-    result.add_argument("--draw", action="store_true", help="run nothing: tables and the picture from the CSV files")
+    result.add_argument("--draw", action="store_true", help="run nothing: tables from the CSV file")
     result.add_argument(
         "--out", type=Path, default=Path("results/eight_bit_training"), metavar="DIR", help="default: %(default)s"
     )
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not contenders:
         parser().error(f"No contender's name contains {' or '.join(options.contender)}.")
     there = [c for c in contenders if c.package is None or find_spec(c.package)]
-    table, curves = options.out / "eight_bit_training.csv", options.out / "eight_bit_training_curves.csv"
+    table = options.out / "eight_bit_training.csv"
     steps = QUICK_STEPS if options.quick else STEPS
 
     def planned(results: Results) -> list[Run]:
@@ -387,12 +387,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             records = sorted(results.values(), key=lambda record: list(REFERENCES).index(record["row"]["contender"]))
             records.sort(key=lambda record: record["row"]["task"])  # stable
             write_rows(table, [{**record["row"], **conditions_of(record)} for record in records])
-            write_rows(curves, [point for record in records for point in record["curves"]])
         rows = read_rows(table)
         for part in eight_bit_findings.report(rows, REFERENCES):
             console.print(part, soft_wrap=isinstance(part, str), highlight=False)
-        picture = eight_bit_findings.plot(rows, read_rows(curves), table.with_suffix(".png"), bold=EIGHT_BIT)
-        console.print(f"{table}, {curves}, {picture}", soft_wrap=True)
+        console.print(f"{table}", soft_wrap=True)
 
 
 if __name__ == "__main__":
