@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
 from benchmarks.drawing import GREY, PALETTE, legend_above, measured_on, save, tidy
-from benchmarks.paper.data import ImageData, load_images
+from benchmarks.paper.data import load_images
+from benchmarks.paper.data.images import Tensors
 from benchmarks.small_models import SmallResNet
 from swd_fused import FusedAdamW
 
@@ -30,7 +31,7 @@ UNDISTURBED = "without bad steps"
 COLOURS = {UNDISTURBED: GREY, "as it is": PALETTE["red"], "skip": PALETTE["blue"], "clip": PALETTE["orange"]}
 
 
-def batches(data: ImageData, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(data: Tensors, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         for images, labels in data.train_batches(BATCH_SIZE, generator, augment=False):
@@ -41,7 +42,7 @@ def bad_steps(steps: int) -> list[int]:
     return [steps * quarter // 4 for quarter in (1, 2, 3)]
 
 
-def train(data: ImageData, kind: str, contender: str, seed: int, steps: int) -> tuple[list[float], list[int]]:
+def train(data: Tensors, kind: str, contender: str, seed: int, steps: int) -> tuple[list[float], list[int]]:
     """Returns the loss of each step, that of a bad one on its right labels, and the steps that stood out."""
     torch.manual_seed(seed)
     model = SmallResNet(width=8, blocks=1)
@@ -66,7 +67,7 @@ def train(data: ImageData, kind: str, contender: str, seed: int, steps: int) -> 
     return losses, found
 
 
-def measure(data: ImageData, name: str, seeds: int, steps: int) -> list[dict[str, object]]:
+def measure(data: Tensors, name: str, seeds: int, steps: int) -> list[dict[str, object]]:
     """Returns a row for each window of each contender: its loss, the median, least and largest over the seeds."""
     load, rows, bad = OtherLoad(), [], bad_steps(steps)
     for kind, contender in [("none", UNDISTURBED), *product(KINDS, CONTENDERS)]:

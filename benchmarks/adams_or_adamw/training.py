@@ -34,7 +34,6 @@ def trained(
     cpu = time.process_time()
     lesson = lesson_of(planned.run, root, torch.device("cpu"))
     assert isinstance(lesson, ImageLesson)
-    assert isinstance(lesson.data, Tensors)
     points = train(lesson, checkpoint, after_window)
     last = points[-1]
     measured = {

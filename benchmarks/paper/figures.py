@@ -26,18 +26,13 @@ NAMES = {
     "cifar10": "CIFAR-10",
     "cifar10-subset": "CIFAR-10, 10,000 images",
     "cifar100": "CIFAR-100",
-    "imagenet": "ImageNet",
     "fashion-mnist": "Fashion-MNIST",
     "penn-treebank": "Penn TreeBank",
     "penn-treebank-4000": "Penn TreeBank, 4,000 words",
-    "python-documentation": "Python's documentation",
     "resnet18": "ResNet18",
     "resnet34": "ResNet34",
-    "resnet50": "ResNet50",
     "vgg16": "VGG16, no BatchNorm",
     "vgg16-bn": "VGG16",
-    "densenet121": "DenseNet121",
-    "googlenet": "GoogLeNet",
     "lstm": "LSTM",
     "small-resnet": "small ResNet",
     "medium-resnet": "small ResNet, twice as wide",
@@ -235,16 +230,6 @@ def draw_cosine(rows: list[Row], picture: Path) -> None:
     finish(figure, picture, "Cosine annealing with warm restarts", rows, SCALED)
 
 
-def draw_lstm(rows: list[Row], picture: Path) -> None:
-    """Figure 13: perplexity of a language model over weight decay."""
-    figure, [[axes]] = panels(1, 1, width=5.2, height=3.2)
-    lines = of_optimizers({**row, "perplexity": math.exp(row["test_loss"])} for row in at_end(rows))
-    curves(axes, lines, "weight_decay", "perplexity", "test perplexity at the end")
-    axes.set_title(task_name(rows[0]))
-    legend(axes)
-    finish(figure, picture, "Language modelling", rows, SCALED)
-
-
 def draw_tuned(rows: list[Row], picture: Path) -> None:
     """Lambda chosen on validation data, what it comes to on test data, and the gradient norms of these runs."""
     figure, [[search, test, norms]] = panels(1, 3, width=4.0, height=3.4)
@@ -300,5 +285,4 @@ DRAWINGS: dict[str, Callable[[list[Row], Path], None]] = {
     "schedule": draw_schedule,
     "basin": draw_basin,
     "cosine": draw_cosine,
-    "lstm": draw_lstm,
 }

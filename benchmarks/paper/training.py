@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler, MultiStepLR
 
-from benchmarks.paper.data import DataError, ImageData, Text, check_images, load_images, load_text
-from benchmarks.paper.data.images import Batch
-from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS, check_model
+from benchmarks.paper.data import DataError, Text, check_images, load_images, load_text
+from benchmarks.paper.data.images import Batch, Tensors
+from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS
 from benchmarks.paper.models.language import LanguageModel
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
@@ -51,7 +51,7 @@ class PaperLesson(Lesson):
 
 
 class ImageLesson(PaperLesson):
-    def __init__(self, run: Run, data: ImageData, device: torch.device) -> None:
+    def __init__(self, run: Run, data: Tensors, device: torch.device) -> None:
         torch.manual_seed(run.seed)
         model = IMAGE_MODELS[run.model](data.channels, data.classes, data.size)
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -171,8 +171,6 @@ def check_needs(runs: list[Run], root: Path | None) -> None:
 
     Reads each data set once. Raises DataError for the first that is missing or broken.
     """
-    for model in dict.fromkeys(run.model for run in runs):
-        check_model(model)
     for name in dict.fromkeys(run.data for run in runs if run.model not in LANGUAGE_MODELS):
         check_images(name, root)
     of_text = [run for run in runs if run.model in LANGUAGE_MODELS]

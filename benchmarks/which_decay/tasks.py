@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.paper.data import load_images
-from benchmarks.paper.data.images import Batch, Tensors, flipped_and_cropped
+from benchmarks.paper.data.images import Batch, flipped_and_cropped
 from benchmarks.paper.models.resnet import small_resnet
 from benchmarks.small_models import SmallGPT
 from benchmarks.studies.samples import digits, noisy, noisy_digits, windows_of
@@ -82,7 +82,6 @@ class CifarResNet:
 
     def __init__(self, data: Path | None) -> None:
         images = load_images("cifar10-subset", data, torch.device("cpu"), 0)
-        assert isinstance(images, Tensors)
         self.images = images
         self.train_count = len(images.train_labels) - len(images.train_labels) // 10
         self.data = f"CIFAR-10, {self.train_count} training images"

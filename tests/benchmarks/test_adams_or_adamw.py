@@ -14,7 +14,7 @@ from benchmarks.adams_or_adamw import cli, plan
 from benchmarks.adams_or_adamw.plan import ADAMS, ADAMW, ARMS, GRIDS, NONE, Planned, key_of
 from benchmarks.adams_or_adamw.plot import plot
 from benchmarks.adams_or_adamw.report import headline, report
-from benchmarks.adams_or_adamw.statistics import bootstrap, error_differences, pairs, plain_bootstrap, verdict
+from benchmarks.adams_or_adamw.statistics import bootstrap, error_differences, pairs, verdict
 from benchmarks.adams_or_adamw.training import FIELDS, packed, trained, unpacked
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
@@ -65,12 +65,6 @@ def test_the_interval_has_the_width_of_known_variances(seeds: float, images: flo
     expected = 2 * 1.96 * np.sqrt(seeds**2 / rows + images**2 / columns + cells**2 / rows / columns)
     assert np.mean(widths) == pytest.approx(expected, rel=0.1)  # 20 estimates from 30 rows: ± 3%
     assert centres == pytest.approx([0.0] * len(centres))
-
-
-def test_the_plain_bootstrap_counts_the_noise_of_cells_three_times() -> None:
-    table = np.random.default_rng(0).standard_normal((40, 400))
-    narrow, wide = bootstrap(table, 1000), plain_bootstrap(table, 1000)
-    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(np.sqrt(3), rel=0.15)
 
 
 def test_differences_are_in_points_and_positive_where_the_first_one_errs() -> None:

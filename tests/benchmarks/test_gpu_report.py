@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_modes, gpu_report, gpu_sections, watched_process
-from benchmarks.gpu_modes import MODES, Mode
+from benchmarks import gpu_modes, gpu_report, gpu_sections, watched_process
+from benchmarks.gpu_modes import MODES
 from benchmarks.gpu_report import Section
 from benchmarks.gpu_sections import Result
 from benchmarks.step_times.contenders import PEER, Contender, parameters, speeds
@@ -165,46 +165,10 @@ def test_a_mode_that_differs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.problem == "differs: inf of the difference allowed"
 
 
-def test_modes_that_raise_are_left_out_and_the_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_of(mode: Mode, elements: int) -> Any:
-        if mode.name == "amsgrad":
-            raise MemoryError("too large")
-        return lambda: None
-
-    monkeypatch.setattr(gpu_modes, "step_of", step_of)
-    monkeypatch.setattr(gpu, "timed", lambda step: 0.01)
-    monkeypatch.setattr(gpu, "peak_here", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    (peak,) = gpu_sections.peak_section(1000, 3)
-    assert peak.problem == "raise: amsgrad"
-    assert "amsgrad is left out:\n\n```text\nTraceback" in peak.text
-    assert "| lagged | 10.00 | 10.00 - 10.00 | 28 | 1.00 | 0 |  |" in peak.text
-    assert len(peak.rows["modes.csv"]) == sum(mode.is_measured for mode in MODES) - 1
-
-
 class AdamWOfNothing:
     def __init__(self, params: object) -> None:
         self.step = lambda: None
 
 
-def test_events_of_the_profiler() -> None:
-    kinds = {"exact_step_kernel": "kernels", "Memcpy HtoD (Pinned -> Device)": "copies"}
-    assert {name: gpu.kind_of(event(name, "CUDA")) for name in kinds} == kinds
-    assert (
-        gpu.kind_of(event("cudaStreamSynchronize", "CPU"))
-        == gpu.kind_of(event("hipDeviceSynchronize", "CPU"))
-        == "waits"
-    )
-    assert gpu.kind_of(event("cudaLaunchKernel", "CPU")) is gpu.kind_of(event("aten::add_", "CPU")) is None
-
-
 def event(name: str, device: str) -> SimpleNamespace:
     return SimpleNamespace(name=name, device_type=getattr(torch.autograd.DeviceType, device))
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_info:
-        gpu_report.main([])
-    assert exit_info.value.code == 2
-    assert "finds no CUDA or ROCm GPU here" in capsys.readouterr().err

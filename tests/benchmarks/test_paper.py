@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
 from benchmarks.paper.training import check_needs, in_columns, lesson_of, stretches
-from benchmarks.paper.tuning import Planned, decay_for, score, total_decay
+from benchmarks.paper.tuning import Planned, total_decay
 from benchmarks.studies.rows import read_rows
 from benchmarks.studies.store import Store
 from benchmarks.studies.training import train
@@ -48,8 +47,6 @@ COUNTS = {
     "resnet34": 21_282_122,
     "vgg16-bn": 14_728_266,
     "vgg16": 14_728_266 - 2 * 4224,  # BatchNorm has two numbers for each of the 4,224 channels
-    "densenet121": 6_956_298,
-    "googlenet": 6_166_250,
     "small-resnet": 19_954,
     "medium-resnet": 78_042,
     "large-resnet": 308_650,
@@ -64,7 +61,7 @@ def parameters(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_image_models_have_the_papers_sizes(name: str) -> None:
-    assert set(COUNTS) | {"resnet50"} == set(IMAGE_MODELS)
+    assert set(COUNTS) == set(IMAGE_MODELS)
     model = IMAGE_MODELS[name](3, 10, 32).eval()
     assert parameters(model) == COUNTS[name]
     with torch.no_grad():
@@ -199,20 +196,6 @@ def test_lambda_is_chosen_by_validation_alone_and_run_with_all_seeds() -> None:
     assert 40 * decay**0.9 == pytest.approx(1.0, rel=0.02)  # AdamW's at 1e-3
 
 
-def test_a_grid_grows_where_its_best_is_at_an_end() -> None:
-    plan, _ = carried_out({"Adam": 3e-5, "AdamW": 1e-2, "AdamS": 1.0})
-    tuned = {optimizer: decay for optimizer, decay, _ in of_role(plan, "tuned")}
-    assert tuned == {"Adam": 3e-5, "AdamW": 1e-2, "AdamS": 3e-2}  # no more than twice
-
-
-def test_lambda_for_a_decay_lies_between_those_known_or_in_proportion_beyond() -> None:
-    known = [made_up(TASK.run("AdamS", decay), 0.5, total) for decay, total in ((1e-3, 1.0), (1e-2, 4.0))]
-    assert decay_for(2.0, known) == pytest.approx(10**-2.5, rel=0.01)
-    assert decay_for(8.0, known) == pytest.approx(2e-2)
-    assert decay_for(0.5, known) == pytest.approx(5e-4)
-    assert score(made_up(RUN, math.nan, 1.0)) == math.inf  # a run that diverged
-
-
 # --- Experiments and the command
 
 
@@ -222,11 +205,10 @@ def test_the_paper_preset_has_the_papers_settings() -> None:
     settings = {run.task: (run.epochs, run.batch_size, run.milestones, run.weight_decay, run.augment) for run in table1}
     assert settings == {
         **dict.fromkeys(("cifar10/resnet18", "cifar10/vgg16-bn"), (200, 128, (80, 160), 5e-4, True)),
-        **{f"cifar100/{net}": (200, 128, (100, 150), 5e-4, True) for net in ("resnet34", "densenet121", "googlenet")},
-        "imagenet/resnet50": (90, 256, (30, 60), 5e-4, True),
+        "cifar100/resnet34": (200, 128, (100, 150), 5e-4, True),
     }
     assert {run.optimizer for run in table1} == set(TABLE1)
-    assert len(table1) == 3 * (5 * 12 + 3)
+    assert len(table1) == 3 * 3 * 12
     runs = {name: [run for run, _ in planned(experiment, SEEDS, {})] for name, experiment in paper.items()}
     assert {run.weight_decay for run in runs["table2"]} == {1e-4}
     assert {(run.epochs, run.cosine) for run in runs["cosine"]} == {(210, (14, 2))}
@@ -236,7 +218,7 @@ def test_the_paper_preset_has_the_papers_settings() -> None:
         "penn-treebank-4000",
     }
     data = {run.data for of in PRESETS["quick"] for run, _ in planned(PRESETS["quick"][of], SEEDS, {})}
-    assert data == {"fashion-mnist", "digits", "python-documentation"}
+    assert data == {"fashion-mnist", "digits"}
 
 
 def test_every_experiment_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,33 +280,12 @@ def test_tuning_never_reads_the_test_data(name: str, monkeypatch: pytest.MonkeyP
     assert results[0] == results[1]
 
 
-def test_missing_data_are_noticed_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
+def test_missing_data_are_noticed_before_anything_is_trained(tmp_path: Path) -> None:
     paper = PRESETS["paper"]
-    for message, name, index in (
-        ("CIFAR-100", "schedule", -1),
-        ("Penn TreeBank", "lstm", 0),
-        ("torchvision's", "table1", -1),
-    ):
+    for message, name, index in (("CIFAR-100", "schedule", -1), ("Penn TreeBank", "tuned-lstm", 0)):
         with pytest.raises(DataError, match=message):
             check_needs([RUN, planned(paper[name], [0], {})[index].run], tmp_path)
     with pytest.raises(SystemExit, match=r"CIFAR-10.*--data DIR"):
         cli.main(
             ["table1", "--preset", "paper", "--task", "cifar10/resnet18", "--device", "cpu", "--out", str(tmp_path)]
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("table1", "--task", "mnist/lenet"), "wanted some of fashion-mnist/small-resnet"),
-        (("lstm", "--device", "gpu"), "--device gpu cannot be used here"),
-        (("basin", "--preset", "real"), "wanted one of tuned, tuned-unaugmented, tuned-lstm, gradnorm"),
-    ],
-)
-def test_impossible_arguments_are_refused(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--seeds", "1", *arguments])
-    assert said in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import cliffs, gpu
-from benchmarks.conditions import read_rows, write_rows
+from benchmarks.conditions import read_rows
 from benchmarks.step_times import pictures
 from benchmarks.step_times.authors_loop import AuthorsLoop
 from benchmarks.step_times.contenders import CONTENDERS, TORCHAO, Contender, parameters
@@ -173,13 +173,6 @@ def test_pytest_benchmark_answers_the_question() -> None:
 def test_stored_results_can_be_drawn_again(name: str, tmp_path: Path) -> None:
     picture = pictures.PICTURES[name](RESULTS / f"{name}.csv", tmp_path / "new" / "picture.png")
     assert picture.read_bytes().startswith(PNG)
-
-
-def test_a_file_of_rows_is_whole_or_not_there(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.csv", [{"a": 1, "b": "x, y"}])
-    with pytest.raises(ValueError, match="fields not in fieldnames"):
-        write_rows(tmp_path / "rows.csv", [{"a": 2, "b": ""}, {"c": 3}])
-    assert read_rows(tmp_path / "rows.csv") == [{"a": "1", "b": "x, y"}]
 
 
 def test_peak_bandwidth() -> None:

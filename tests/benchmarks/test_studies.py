@@ -30,7 +30,6 @@ from benchmarks.paper.run import Run
 from benchmarks.paper.training import lesson_of
 from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.intervals import t_interval
-from benchmarks.studies.rows import over_seeds
 from benchmarks.studies.runner import Results, Study
 from benchmarks.studies.store import Store
 from benchmarks.studies.training import train
@@ -100,17 +99,6 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(name: str, tmp_path: Path
             train(LESSONS[name](), Checkpoint(path, save_every=0.0), interrupted_after(windows))
         assert len(torch.load(path, weights_only=True)["points"]) == windows
     assert repr(train(LESSONS[name](), Checkpoint(path))) == expected
-
-
-def test_time_and_warnings_go_on_counting(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    train(paper_lesson(IMAGES), Checkpoint(path))
-    torch.save({**torch.load(path), "seconds": 1000.0, "warnings": ["one", "two"]}, path)
-    checkpoint = Checkpoint(path)
-    with checkpoint.counting():
-        train(paper_lesson(IMAGES), checkpoint)
-    assert 1000 < checkpoint.seconds < 1100
-    assert checkpoint.warnings == ["one", "two"]
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
@@ -223,9 +211,3 @@ def test_intervals_are_students_and_wider_for_several_comparisons() -> None:
     assert (interval.mean, interval.high) == (2.0, pytest.approx(2 + 4.303 / math.sqrt(3), rel=1e-3))
     assert t_interval([1.0, 2.0, 3.0], comparisons=6).low == pytest.approx(2 - 10.886 / math.sqrt(3), rel=1e-3)
     assert math.isnan(t_interval([1.0]).low)
-
-
-def test_seeds_are_reduced_to_mean_and_range() -> None:
-    rows = [{"x": x, "y": y} for x, y in ((2, 1.0), (1, 4.0), (2, 3.0), (1, math.nan))]
-    xs, mean, least, most = over_seeds(rows, "x", "y")
-    assert (xs.tolist(), mean.tolist(), least.tolist(), most.tolist()) == ([1, 2], [4, 2], [4, 1], [4, 3])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("sklearn")
 
@@ -53,20 +52,6 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 # --- Contenders
-
-
-def test_each_contender_is_what_its_name_says() -> None:
-    """What these options compute is tested with the package."""
-    for contender in CONTENDERS:
-        groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "weight_decay": 1.0, "corrected_decay": True}]
-        [group] = contender.build(groups, 1e-2, 0.5, (0.9, 0.99), calibration_steps=1).param_groups
-        assert group["corrected_decay"] == (contender.name in (ADAMC, "corrected AdamS"))
-        assert group["cautious_decay"] == ("cautious" in contender.name)
-        assert (group["decay"] == "scheduled") == ("AdamS" in contender.name)
-        exponent = {NO_DECAY: None, ADAMC: 0.0, "corrected AdamS": 0.0}.get(
-            contender.name, -1 / 3 if "AdamS" in contender.name else -1 / 2
-        )
-        assert contender.exponent == exponent
 
 
 def test_only_layers_that_a_norm_follows_are_corrected(text: Path, cifar: Path) -> None:
@@ -259,12 +244,3 @@ def test_the_stored_rows_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture
     cli.main(["--draw", "--out", str(tmp_path)])
     assert (tmp_path / "which_decay.png").read_bytes().startswith(b"\x89PNG")
     assert "not settled" in capsys.readouterr().out
-
-
-def test_missing_data(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="CIFAR-10"):
-        cli.main(["--quick", "--part", "resnet", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="apt-get install anarchism"):
-        cli.main(["--quick", "--part", "gpt", "--text", str(tmp_path / "none.txt"), "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="wanted one of them"):
-        cli.main(["--draw", "--out", str(tmp_path)])

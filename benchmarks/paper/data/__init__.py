@@ -11,12 +11,11 @@ import torch
 from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
 from benchmarks.paper.data.fashion_mnist import fashion_mnist
 from benchmarks.paper.data.folders import DataError
-from benchmarks.paper.data.imagenet import ImageNet, imagenet_folder
-from benchmarks.paper.data.images import ImageData, Tensors, normalized
+from benchmarks.paper.data.images import Tensors, normalized
 from benchmarks.paper.data.penn_treebank import penn_treebank
-from benchmarks.paper.data.text import Text, python_documentation
+from benchmarks.paper.data.text import Text
 
-__all__ = ["DataError", "ImageData", "Text", "check_images", "load_images", "load_text"]
+__all__ = ["DataError", "Text", "check_images", "load_images", "load_text"]
 
 
 def digits() -> Tensors:
@@ -54,7 +53,6 @@ IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
 TEXTS: dict[str, Callable[[Path | None], Text]] = {
     "penn-treebank": penn_treebank,
     "penn-treebank-4000": partial(penn_treebank, most_words=4000),
-    "python-documentation": lambda root: python_documentation(),
     "noise-text": lambda root: noise_text(),
 }
 
@@ -62,24 +60,17 @@ TEXTS: dict[str, Callable[[Path | None], Text]] = {
 @lru_cache(maxsize=2)
 def load_images(
     name: str, root: Path | None, device: torch.device, limit: int, held_out: int = 0, part: str = "test"
-) -> ImageData:
+) -> Tensors:
     """With the first `limit` training images, or all for 0, except for those `held_out` for validation.
 
     Where `part` is "validation" these are what the data give for testing, and the test images are not in them.
     """
-    if name == "imagenet":
-        if held_out or part != "test":
-            raise ValueError(f"got held_out={held_out} and part={part!r} for ImageNet, wanted 0 and 'test'")
-        return ImageNet(root, device)
     return IMAGES[name](root).held_out(held_out, part).limited(limit).on(device)
 
 
 def check_images(name: str, root: Path | None) -> None:
     """Raises DataError where they could not be loaded. Keeps nothing: workers load what they need."""
-    if name == "imagenet":
-        imagenet_folder(root)
-    else:
-        IMAGES[name](root)
+    IMAGES[name](root)
 
 
 @lru_cache(maxsize=2)

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 Batch = tuple[Tensor, Tensor]
-
-
-class ImageData(Protocol):
-    channels: int
-    classes: int
-    size: int
-
-    def train_steps(self, batch_size: int) -> int: ...
-
-    def train_batches(self, batch_size: int, shuffle: torch.Generator, augment: bool) -> Iterator[Batch]: ...
-
-    def test_batches(self, batch_size: int) -> Iterator[Batch]: ...
 
 
 @dataclass

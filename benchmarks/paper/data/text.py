@@ -1,8 +1,7 @@
-"""Texts as tokens, a word each, and the documentation that comes with Python as one of them."""
+"""Texts as tokens, a word each."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,21 +42,6 @@ class Text:
 
     def on(self, device: torch.device) -> Text:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
-
-
-def python_documentation(most_words: int = 1000) -> Text:
-    """What `help()` shows for keywords, which differs between versions of Python. Every tenth topic is for testing.
-
-    All but the most frequent words of the training part are one word, "<unk>".
-    """
-    from pydoc_data.topics import topics
-
-    texts = [topics[name] for name in sorted(topics)]
-    words = [re.findall(rf"{END}|\w+|[^\w\s]", text.lower().replace("\n", f" {END} ")) for text in texts]
-    train = [word for i, text in enumerate(words) if i % 10 for word in text]
-    test = [word for i, text in enumerate(words) if i % 10 == 0 for word in text]
-    index = frequent_words(train, most_words)
-    return Text(as_tokens(train, index), as_tokens(test, index), len(index))
 
 
 def frequent_words(train: Sequence[str], most: int) -> dict[str, int]:
