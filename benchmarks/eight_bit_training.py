@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from benchmarks import eight_bit_findings
-from benchmarks.conditions import positive, write_rows
+from benchmarks.conditions import write_rows
 from benchmarks.demo import convolutional_net
 from benchmarks.small_models import SmallGPT
+from benchmarks.studies import arguments
 from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.rows import read_rows
 from benchmarks.studies.runner import Results, Study, command, conditions_of
@@ -338,22 +339,10 @@ def trained(run: Run, checkpoint: Checkpoint, after_window: Callable[[], None]) 
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="python -m benchmarks.eight_bit_training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = arguments.parser("eight_bit_training", __doc__, jobs=2)
     result.add_argument("--task", action="append", choices=list(TASKS), help="repeatable; default: all")
-    result.add_argument(
-        "--contender", action="append", metavar="TEXT", help="those with TEXT in their name; repeatable"
-    )
-    result.add_argument("--seeds", type=positive, default=3, help="default: %(default)s")
-    result.add_argument("--jobs", type=positive, default=2, help="runs at a time, default: %(default)s")
-    result.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
-    result.add_argument("--draw", action="store_true", help="run nothing: tables from the CSV file")
-    result.add_argument(
-        "--out", type=Path, default=Path("results/eight_bit_training"), metavar="DIR", help="default: %(default)s"
-    )
+    named = "those with TEXT in their name; repeatable"
+    result.add_argument("--contender", action="append", metavar="TEXT", help=named)
     return result
 
 
@@ -364,8 +353,8 @@ def selected(texts: Sequence[str] | None) -> list[Contender]:
     return [c for c in CONTENDERS if c.name in needed]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
     contenders = selected(options.contender)
     if not contenders:
         parser().error(f"No contender's name contains {' or '.join(options.contender)}.")
@@ -375,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def planned(results: Results) -> list[Run]:
         tasks = options.task or list(TASKS)
-        return [Run(t, c.name, seed, steps[t]) for t in tasks for seed in range(options.seeds) for c in there]
+        return [Run(t, c.name, seed, steps[t]) for t in tasks for seed in range(options.seeds or 3) for c in there]
 
     with command("eight_bit_training") as console:
         if not options.draw:

@@ -12,8 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.conditions import positive, write_rows
+from benchmarks.conditions import write_rows
 from benchmarks.paper.data import DataError
+from benchmarks.studies import arguments
 from benchmarks.studies.rows import Row, read_rows
 from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
 from benchmarks.studies.store import Store
@@ -29,7 +30,8 @@ Losses: a grid of decays for each with seed 0, then other seeds at each one's be
 equilibrium scales with the learning rate, beside what is predicted. All contenders of a seed start from the same
 weights and see the same batches. Decays are in AdamW's terms; AdamS finds its lambda from them in the warm-up.
 
-Finished runs are kept, and unfinished ones are saved once a minute: the same command goes on from there.
+By default there are three seeds, and for losses one more, which chooses decays. Finished runs are kept, and unfinished
+ones are saved once a minute: the same command goes on from there.
 """
 
 PARTS = """\
@@ -44,29 +46,16 @@ Part = Stairs | Grid
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="python -m benchmarks.which_decay",
-        description=DESCRIPTION,
-        epilog=PARTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = arguments.parser("which_decay", DESCRIPTION, jobs=1, epilog=PARTS)
     result.add_argument("--part", action="append", choices=NAMES, help="repeatable; default: all that have their data")
-    result.add_argument(
-        "--text", type=Path, metavar="FILE", help="prose, a file or a folder; default: package anarchism"
-    )
+    prose = "prose, a file or a folder; default: package anarchism"
+    result.add_argument("--text", type=Path, metavar="FILE", help=prose)
     result.add_argument("--data", type=Path, metavar="DIR", help="folder with CIFAR-10; nothing is downloaded")
-    result.add_argument("--seeds", type=positive, help="default: 3, and for losses one more, which chooses decays")
-    result.add_argument("--jobs", type=positive, default=1, help="runs at a time, a thread each; default: %(default)s")
-    result.add_argument("--quick", action="store_true", help="a few steps of small models, to see that it works")
-    result.add_argument("--draw", action="store_true", help="run nothing: tables and the picture from the CSV files")
-    result.add_argument(
-        "--out", type=Path, default=Path("results/which_decay"), metavar="DIR", help="default: %(default)s"
-    )
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
     with command("which_decay") as console:
         parts = QUICK if options.quick else FULL
         if not options.draw:
