@@ -17,7 +17,7 @@ class FusedAdamW(FusedAdamS):
 
     Takes the place of `torch.optim.AdamW`: the arguments have the same names, order and defaults, `weight_decay` means
     the same, and state dicts go from one to the other. It is `FusedAdamS(decay="decoupled")`, whose documentation
-    explains the arguments that torch's AdamW does not have.
+    explains the other arguments.
 
     Args:
         params: parameters, named parameters or parameter groups.
@@ -27,23 +27,7 @@ class FusedAdamW(FusedAdamS):
         weight_decay: each step removes `lr * weight_decay` of a weight.
         amsgrad: use the largest second moment so far.
         maximize: ascend instead of descend.
-        max_grad_norm: clip the gradients' global norm within the step. `param.grad` is left as it is.
-        skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
-        outliers: "skip" steps whose gradient norm stands out from the recent ones, or "clip" their gradients.
-        outlier_sigma: by how many standard deviations a norm stands out.
-        corrected_decay: AdamC's: multiply the decay by lr / largest lr.
-        cautious_decay: decay only weights that the update does not move away from zero.
-        largest_lr: the learning rate's peak, for `corrected_decay`. None is the largest so far.
-        master_weights: update float32 masters of 16-bit parameters.
-        stochastic_rounding: round bfloat16 parameters up or down stochastically.
-        seed: of stochastic rounding.
-        state_dtype: "8bit" keeps both moments in 8 bits; a dtype of 16 bits is for the first moment only.
-        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`.
-        ema_warmup: let it forget the first weights soon, by a smaller `ema_decay` at first.
-        process_group: the ranks to sum over, where plain tensors are shards or differ by rank.
-        total_numel: number of elements of the whole model, where shards are padded.
-        backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best.
-        compatibility: `fused`, `foreach`, `capturable` and others, see `swd_fused.options.Compatibility`.
+        compatibility: torch's `foreach`, `capturable`, `differentiable` and `fused`, and keywords of apex's FusedAdam.
     """
 
     @_disable_dynamo

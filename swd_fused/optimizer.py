@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,23 +190,13 @@ class FusedAdamS(Optimizer):
 
     # --- The step
 
-    @overload
-    def step(
-        self, closure: None = None, *, grad_sumsq: float | Tensor | None = None, numel: int | None = None
-    ) -> None: ...
-
-    @overload
-    def step(
-        self, closure: Callable[[], float], *, grad_sumsq: float | Tensor | None = None, numel: int | None = None
-    ) -> float: ...
-
     def step(
         self,
         closure: Callable[[], float] | None = None,
         *,
         grad_sumsq: float | Tensor | None = None,
         numel: int | None = None,
-    ) -> float | None:
+    ) -> Any:
         """Takes a step. `grad_sumsq`, if known, saves the pass over the gradients: the sum of the squares of all that
         is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
         elements, a call may step some of the parameters only, and ranks need not communicate.
@@ -220,31 +210,26 @@ class FusedAdamS(Optimizer):
             or (not torch.compiler.is_dynamo_compiling() and torch._C._autograd._profiler_enabled())
         ):
             return self._step_with_hooks(closure, grad_sumsq=grad_sumsq, numel=numel)
-        return self._step(closure, grad_sumsq=grad_sumsq, numel=numel)
+        return self._step(closure, grad_sumsq, numel)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it unwrapped
 
-    def _step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_sumsq: float | Tensor | None = None,
-        numel: int | None = None,
-    ) -> float | None:
+    def _step(self, closure: Callable[[], float] | None, grad_sumsq: float | Tensor | None, numel: int | None) -> Any:
         loss = None
-        if self._gradient_release is not None and self._gradient_release.has_ended:
-            self._gradient_release = None
+        release = self._gradient_release
+        if release is not None and release.has_ended:
+            self._gradient_release = release = None
         if closure is not None:
-            if self._gradient_release is not None:
+            if release is not None:
                 refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
         if torch.compiler.is_compiling():
-            if grad_sumsq is None and provider is None and self._gradient_release is None and not is_distributed():
+            if grad_sumsq is None and provider is None and release is None and not is_distributed():
                 step_within_a_graph(self.numbered_params(), self._handle)
             else:
-                self._untraced_step(grad_sumsq=grad_sumsq, numel=numel)
+                self._untraced_step(None, grad_sumsq, numel)
             return loss
         had_grad = torch.is_grad_enabled()
         try:
@@ -258,11 +243,11 @@ class FusedAdamS(Optimizer):
                     grad_sumsq, numel = provided(provider())
             call = ORDINARY_CALL
             if grad_sumsq is not None or not SCALING.isdisjoint(self.__dict__):
-                call = StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            if self._gradient_release is None:
+                call = self._step_call(grad_sumsq, numel)
+            if release is None:
                 take(self._stepper, self.param_groups, self.state, None, call)
             else:
-                self._gradient_release.end_step(self.param_groups, self.state, call)
+                release.end_step(self.param_groups, self.state, call)
         finally:
             torch._C._set_grad_enabled(had_grad)
         return loss
@@ -276,11 +261,10 @@ class FusedAdamS(Optimizer):
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
-        The result is the same bit for bit. `step()` ends the step as before. Scheduled decay needs `schedule="lagged"`:
-        its first step, which is exact, keeps gradients until `step()`, and may round its mean differently in the last
-        bits. The other kinds of decay need no mean, take no `schedule=`, and free gradients from the first step on.
-        Hyper-parameters are read in the backward pass. `remove()` of what is returned ends gradient release. Use FSDP2
-        or a single process: DistributedDataParallel reduces gradients too late. Not with clipping or GradScaler.
+        The result is the same bit for bit, and `step()` ends the step as before. Scheduled decay needs
+        `schedule="lagged"`: its first step, which is exact, keeps gradients until `step()`, and may round its mean
+        differently in the last bits. Hyper-parameters are read in the backward pass. `remove()` of the returned object
+        ends gradient release. It excludes clipping, GradScaler, and DistributedDataParallel, which reduces too late.
         """
         if "_stepper" not in self.__dict__:
             return unwrapped(self).release_gradients()
@@ -304,8 +288,11 @@ class FusedAdamS(Optimizer):
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
         params = self.numbered_params()
-        call = StepCall(None, None, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        take(self._stepper, self.param_groups, self.state, [grads.get(i) for i in range(len(params))], call)
+        in_order = [grads.get(i) for i in range(len(params))]
+        take(self._stepper, self.param_groups, self.state, in_order, self._step_call())
+
+    def _step_call(self, grad_sumsq: float | Tensor | None = None, numel: int | None = None) -> StepCall:
+        return StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -324,8 +311,8 @@ class FusedAdamS(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them.
 
-        `weight_decay` in its groups is of the kind that `decay` says there. The schedule's is the paper's lambda, far
-        too small for AdamW: one that loads it should get `effective_weight_decay()`, see docs/migrating.md.
+        The groups' `weight_decay` is of the kind that their `decay` names. The schedule's is the paper's lambda, far
+        too small for an AdamW: give that `effective_weight_decay()`, see docs/migrating.md.
         """
         refuse_exchanged(self.state, "state_dict()")
         self._calibration.settle(self.param_groups)
@@ -383,18 +370,18 @@ class FusedAdamS(Optimizer):
     def averaged_params(self) -> AbstractContextManager[None]:
         """Returns a context in which parameters have the values of their averages, to evaluate or save the model.
 
-        Weights and averages are exchanged in place, and back at the end, whatever is raised: masters too, for
-        `master_param`. Enter it on all ranks. No step can be taken in it, nor the optimizer's state saved or loaded.
+        Weights and averages are exchanged in place, masters too, and back at the end, whatever is raised. Enter it on
+        all ranks. Within it no step can be taken, nor the optimizer's state saved or loaded.
         """
         return averages.exchanged(unwrapped(self))
 
     @_disable_dynamo
     def copy_averages(self, target: torch.nn.Module | Iterable[Tensor]) -> None:
-        """Copies averages into other tensors, of any dtype: those of a copy of the model, found by the names that this
-        optimizer's parameters have, or as many tensors as it has parameters, in its order.
+        """Copies averages into a copy of the model, whose parameters are found by their names, or into as many tensors
+        as this optimizer has parameters, in its order.
 
-        What has no average yet, or is in a group without, gives its weight. Plain tensors get whole parameters, for
-        which all ranks must call this. Buffers are not parameters, and stay as they are.
+        A parameter without an average gives its weight. Plain tensors get whole parameters, for which all ranks must
+        call this. Buffers are not parameters, and stay as they are.
         """
         averages.copy_to(target, unwrapped(self))
 
@@ -418,19 +405,19 @@ class FusedAdamS(Optimizer):
     def effective_weight_decay(self) -> list[float]:
         """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
 
-        At the mean of the last step, NaN before it. With `cautious_decay`, where they decay. Waits for the device.
+        Uses the mean of the last step, NaN before it. Holds where `cautious_decay` decays. Waits for the device.
         """
         self._calibration.speak(self.param_groups)
         return metrics.effective_weight_decay(self.param_groups, self.exp_avg_sq_mean)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is worth logging of the last step. Waits for the device.
+        """Returns the last step's numbers for a log. Waits for the device.
 
-        `grad_norm` is that before clipping, `rms_grad` the root of the schedule's mean. By the group's `name` or index,
-        `effective_weight_decay/<group>` is AdamW's that would shrink as much, and `decay_timescale/<group>` the steps
-        in which decay alone would leave 1/e of a weight. `skipped_steps` and `clipped_share`, by `max_grad_norm`, are
-        of all steps since this optimizer was made; `outlier_share`, by `outliers`, is of all since training began, and
-        a norm above `outlier_threshold` would stand out now.
+        `grad_norm` is the norm before clipping, `rms_grad` the root of the schedule's mean. For each group, by its
+        `name` or index, `effective_weight_decay/<group>` is AdamW's that would shrink as much, and
+        `decay_timescale/<group>` the steps in which decay alone would leave 1/e of a weight. `skipped_steps` and
+        `clipped_share` (with `max_grad_norm`) cover the steps since this optimizer was made, `outlier_share` (with
+        `outliers`) those since training began. A norm above `outlier_threshold` would stand out now.
         """
         self._calibration.speak(self.param_groups)
         found = metrics.metrics(self._stepper, self.param_groups, self._clipped)
@@ -440,11 +427,11 @@ class FusedAdamS(Optimizer):
     def rms_grads(self) -> dict[str | int, float]:
         """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
 
-        It is the root of the mean of v^, Adam's second moment, bias-corrected, so an average over the last steps of
-        gradients as the step has used them, clipped. Parameters that have taken no step are left out. Only after state
-        has been loaded or written to, and in wrappers that show one group at a time, does it read memory: otherwise the
-        last step has left the sums. Of DTensors it covers all shards, so all ranks must call this; of plain tensors it
-        covers the part that is here. Waits for the device.
+        It is the root of the mean of v^, Adam's bias-corrected second moment, so an average over the last steps of
+        gradients as they were used, clipped. Parameters that have taken no step are left out. The last step has left
+        the sums, so it reads memory only after state was loaded or written to, and in wrappers that show one group at a
+        time. It covers all shards of DTensors, so all ranks must call it, but only the local part of plain tensors.
+        Waits for the device.
         """
         optimizer = unwrapped(self)
         return rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)

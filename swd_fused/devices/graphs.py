@@ -1,14 +1,14 @@
-"""Keeps alive what CUDA graphs refer to, knows the step counts that they advance, and refuses what they cannot do.
+"""Keeps the memory that CUDA graphs refer to, knows the step counts that they advance, and refuses a first step there.
 
 A captured step refers to memory by its address: tables, sums, step counts. A graph may be replayed at any time, mixed
-with other graphs and with steps that are not captured, and nobody tells when it is gone. So:
+with other graphs and with ordinary steps, and there is no sign when it is gone. So:
 
-- A captured step works on copies of the buckets, which the optimizer keeps as long as it lives, and so does the pinned
-  memory that a graph copies from. Without the optimizer a graph has no moments either, and must not be replayed.
-- What the copies share with the buckets of other steps was made before the capture, is never replaced in the copies,
-  and is updated in place.
-- What is made during a capture is in the copies alone: until the graph is replayed there is nothing in it.
-- Step counts that a graph advances stay where they are, and everybody else reads and writes them there.
+- A captured step works on copies of the buckets. The optimizer keeps these, and pinned memory that graphs copy from, as
+  long as it lives. Without the optimizer a graph has no moments either, and must not be replayed.
+- Memory that the copies share with other steps' buckets was made before the capture. It is updated in place, and the
+  copies never replace it.
+- Memory that is made during a capture belongs to the copies alone: before the first replay it holds nothing.
+- Step counts that a graph advances stay where they are, and all other steps read and write them there.
 """
 
 from __future__ import annotations
@@ -44,15 +44,12 @@ def is_capturing_on(devices: Iterable[torch.device]) -> bool:
 
 
 def keep(pinned: Tensor) -> None:
-    """Keeps pinned memory that a graph copies from in each replay, for whoever calls `kept` next."""
+    """Keeps pinned memory that a graph copies from in each replay, until `kept` is called."""
     _pinned.tensors.append(pinned)
 
 
 def kept() -> list[Tensor]:
-    """Returns what was kept since the last call, to a step that was captured: its optimizer must keep it from now on.
-
-    What a refused step has left comes with that of the next one.
-    """
+    """Returns the tensors kept since the last call, a refused step's among them. The caller keeps them from now on."""
     tensors, _pinned.tensors = _pinned.tensors, []
     return tensors
 
@@ -73,12 +70,11 @@ def any_are_shared() -> bool:
 
 
 def are_shared(steps: Iterable[Tensor]) -> bool:
-    """Returns whether a graph may have advanced some of these step counts. They are recognised by their address, which
-    after they are gone may be that of others."""
+    """Returns whether a graph may have advanced some of these step counts, recognised by their address."""
     if not _shared_storages:
         return False
     found = (_shared_storages.get(step.untyped_storage().data_ptr()) for step in steps)
-    return any(storage is not None and not storage.expired() for storage in found)
+    return any(storage is not None and not storage.expired() for storage in found)  # others may have the address since
 
 
 def check_prepared(devices: Iterable[torch.device]) -> None:

@@ -12,10 +12,7 @@ from swd_fused.devices import graphs
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
-    """Copies host values to a device by way of pinned memory, which torch keeps until the copy is done.
-
-    From other memory CUDA may wait.
-    """
+    """Copies host values to a device by way of pinned memory. From other memory CUDA may wait."""
     if device.type != "cuda":
         return values.to(device, non_blocking=True)
     pinned = values.pin_memory()
@@ -46,7 +43,7 @@ def on_device(value: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class HostCopy:
-    """A few numbers on their way from a device to the host. Nobody waits for them."""
+    """Copies a few numbers from a device to the host without waiting for them."""
 
     def __init__(self, values: list[Tensor]) -> None:
         device, dtype = values[0].device, values[0].dtype

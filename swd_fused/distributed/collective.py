@@ -14,11 +14,11 @@ from swd_fused.distributed.sharding import Sharding
 
 
 class Collective:
-    """One all-reduce for each process group over which anything is sharded, whatever gradients this rank has.
+    """Runs one all-reduce for each process group over which anything is sharded, whatever gradients this rank has.
 
-    A rank must go through its groups in an order that all ranks share, or they wait for each other forever: by size
-    and name, which all members of a group see alike. `last` are the groups that users gave. By then what differs from
-    rank to rank (stages of a pipeline may be sharded in different ways) has been added up to a single row.
+    All ranks must go through their groups in the same order, or they wait for each other forever: by size and name,
+    which all members of a group see alike. The groups that users gave, `last`, come last: by then rows that differ from
+    rank to rank (stages of a pipeline may be sharded in different ways) have been added up to a single one.
     """
 
     def __init__(self, shardings: Iterable[Sharding], last: Iterable[dist.ProcessGroup], device: torch.device) -> None:
@@ -66,10 +66,10 @@ class Collective:
 
 
 class Reduction:
-    """Sums on their way between ranks. Sums over one group are sent at once; a second group waits for `finish`.
+    """Holds sums on their way between ranks. Sums over one group are sent at once; a second group waits for `finish`.
 
-    It could not be started from a thread in the meantime: the ranks would disagree on what comes first, this or the
-    model's own communication.
+    A thread could not start the second one earlier: ranks would disagree on whether it or the model's own
+    communication comes first.
     """
 
     def __init__(
@@ -79,9 +79,7 @@ class Reduction:
         self._arrived = sums
         self._travelling: list[tuple[dist.Work, list[Sharding], Tensor]] = []
         self._awaited: set[dist.ProcessGroup] = set()  # groups that sums on their way have still to go through
-        self._groups, self._places = list(places), places
-        self._order: list[dist.ProcessGroup] = list(places)
-        self._device = device
+        self._groups, self._places, self._device = list(places), places, device
         while self._groups and self._groups[0] not in self._awaited:
             self._send()
 
@@ -93,10 +91,7 @@ class Reduction:
         return self._arrived[()]
 
     def abandon(self) -> None:
-        """Waits for what is on its way, and sends nothing more.
-
-        That it fails, because a peer has died for instance, concerns nobody: the next reduction tells, if there is one.
-        """
+        """Waits for sums on their way, and sends no more. If a peer has died, the next reduction will say so."""
         for work, _, _ in self._travelling:
             with suppress(RuntimeError):
                 work.wait()
@@ -106,7 +101,8 @@ class Reduction:
         group = self._groups.pop(0)
         shardings = [sharding for sharding in self._arrived if group in sharding]
         if len(shardings) > 1:  # rows too must agree
-            shardings.sort(key=lambda sharding: [self._order.index(other) for other in sharding])
+            order = list(self._places)
+            shardings.sort(key=lambda sharding: [order.index(other) for other in sharding])
         rows = torch.stack(list(map(self._arrived.pop, shardings))).to(self._places[group])
         work = dist.all_reduce(rows, group=group, async_op=True)
         rest = []
@@ -125,6 +121,6 @@ class Reduction:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where the group can communicate: parameters that are offloaded to the CPU often have a group of GPUs only."""
+    """Returns where the group can communicate. Parameters that are offloaded to the CPU often have a group of GPUs."""
     devices = [torch.device(other) for other in group._device_types]
     return device if any(other.type == device.type for other in devices) else devices[0]

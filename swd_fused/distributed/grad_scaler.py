@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from swd_fused.distributed.sharding import local_tensor
-
-if TYPE_CHECKING:
-    from swd_fused.optimizer import FusedAdamS
-
-
-def found_inf_on_all_ranks(found_inf: Tensor, optimizer: FusedAdamS) -> Tensor:
-    """The largest over all ranks that share this optimizer's parameters, whatever process groups they are spread over.
-
-    To be called by all of them.
-    """
-    return optimizer.collective().largest(found_inf)
 
 
 class MeshGradScaler(torch.amp.GradScaler):
@@ -52,5 +40,4 @@ class MeshGradScaler(torch.amp.GradScaler):
             for (device, _), same in grads.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], inv_scale.to(device))
             here = torch.stack([found_inf, *(value.to(found_inf.device) for value in found.values())]).amax(0)
-            everywhere = found_inf_on_all_ranks(here, optimizer)
-        return {found_inf.device: everywhere}
+            return {found_inf.device: optimizer.collective().largest(here)}

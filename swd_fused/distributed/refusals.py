@@ -1,4 +1,4 @@
-"""Wrappers that hand an optimizer a part of the model: without being told, the mean would be that part's."""
+"""Refuses wrappers that give an optimizer a part of the model, so that the mean would silently be that part's."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ PER_TENSOR = ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_
 
 
 def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
-    """Raises if plain tensors are shards by their marks or by who calls `step`. Slow: call it when `params` changed.
-
-    `needed` is what the step would get wrong of them.
+    """Raises if marks on plain tensors, or who calls `step`, show that they are shards. `needed` names the sum that
+    would be wrong. Slow: call it when `params` changed.
     """
     if not is_distributed() or dist.get_world_size() == 1:
         return
@@ -56,8 +55,7 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
 
 
 def refuse_tensor_alone(needed: str) -> None:
-    """Raises in the constructor if a wrapper calls it for each tensor. It leaves no mark but that it is the caller: the
-    tensors are ordinary ones in pinned memory, which anybody else's offload may have."""
+    """Raises in the constructor if a wrapper calls it for each tensor, whose tensors are ordinary ones."""
     # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
     caller = next((name for frame in _callers() if (name := frame.f_globals.get("__name__")) in PER_TENSOR), None)
     if caller is not None:
@@ -72,8 +70,8 @@ def refuse_tensor_alone(needed: str) -> None:
 def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], needed: str) -> None:
     """Raises if an optimizer's parameters are those of some stages of a pipeline, and sums would be over these only.
 
-    `unsaid` are those of which nobody has said over whom to sum. Stages leave no mark on parameters, so all objects
-    there are have to be looked at: some 0.1 s, where torch's pipelining has been imported.
+    `unsaid` are parameters without a process group. Stages leave no mark on parameters, so this looks at all objects
+    of the process: some 0.1 s, and only where torch's pipelining has been imported.
     """
     module: Any = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None or not is_distributed():
@@ -104,10 +102,12 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
 
 
 def refuse_late_reduction(params: Sequence[Tensor]) -> None:
-    """Raises where gradients are still to be reduced over ranks when autograd has accumulated them, for releasing them
-    then. Looks at all objects there are, since DistributedDataParallel leaves no mark on parameters: some 0.1 s."""
-    found, own = _mark(params), set(map(id, params))
-    name = None if found is None else found[0]
+    """Raises if ranks reduce gradients only after autograd has accumulated them, when gradient release frees them.
+
+    DistributedDataParallel leaves no mark on parameters, so this looks at all objects of the process: some 0.1 s.
+    """
+    own = set(map(id, params))
+    name, _ = _mark(params) or (None, None)
     module: Any = sys.modules.get("torch.nn.parallel.distributed")
     if name is None and module is not None and is_distributed():
         wrappers = _instances(module.DistributedDataParallel)

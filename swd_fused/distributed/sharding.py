@@ -48,7 +48,7 @@ class ShardedOver:
         return f"ranks {dist.get_process_group_ranks(self.group)}"
 
 
-# A thousand tensors are looked at faster by their types than one by one.
+# Comparing the types of a thousand tensors is faster than asking one by one.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
@@ -59,7 +59,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
-    """Groups of one rank have nothing to add and are left out."""
+    """Returns the process groups over which a parameter is sharded, without those of one rank."""
     groups = []
     if is_dtensor(param):
         _check_mesh(param, over)
@@ -82,24 +82,22 @@ def _check_mesh(param: Any, over: ShardedOver | None) -> None:
     if over is None:
         if rank not in ranks:
             raise ValueError(
-                f"FusedAdamS got a parameter of shape {tuple(param.shape)} on ranks {sorted(ranks)}, of which rank "
-                f"{rank} is none: its mean would be another one than theirs. Pass process_group=, over whom to sum."
+                f"FusedAdamS got a parameter of shape {tuple(param.shape)} on ranks {sorted(ranks)} but not on this "
+                f"rank, {rank}, whose mean would differ from theirs. Pass process_group=, the ranks to sum over."
             )
         return
     twice = ranks.intersection(dist.get_process_group_ranks(over.group)) - {rank}
     if twice:
         raise ValueError(
             f"FusedAdamS got a DTensor of shape {tuple(param.shape)} on ranks {sorted(ranks)} with a process_group of "
-            f"{over}: it would be counted twice, since a DTensor says itself over whom to sum. Leave process_group "
-            "out, or give it to the parameter groups that need it."
+            f"{over}: it would be counted twice, since a DTensor knows its own ranks. Leave process_group out, or give "
+            "it to the parameter groups that need it."
         )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory of a DTensor that is here; any other tensor itself.
-
-    `to_local()` would make a new view of a parameter in each call, so that nothing could be recognised by identity.
-    """
+    """Returns a DTensor's local tensor; any other tensor itself."""
+    # `to_local()` would make a new view in each call, so that nothing could be recognised by identity.
     if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
@@ -116,7 +114,7 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def local_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the gradients of what `local_tensor` returns of the parameters."""
+    """Returns the gradients of the parameters' local tensors."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is not None and set(map(type, chain(params, grads))) == {module.DTensor}:
         locals_ = list(map(attrgetter("_local_tensor"), grads))
@@ -133,27 +131,30 @@ _PLACEMENTS, _MESH = attrgetter("_spec.placements"), attrgetter("_spec.mesh")
 
 
 def _local_grad(param: Any, grad: Any) -> Tensor:
-    """The gradient of what `local_tensor(param)` holds."""
+    """Returns the gradient of `local_tensor(param)`."""
     if is_dtensor(param) != is_dtensor(grad):
         raise RuntimeError(
             f"FusedAdamS got a {type(grad).__name__} as the gradient of a {type(param).__name__} parameter of shape "
             f"{tuple(param.shape)}, wanted both sharded or both not. Call zero_grad() after sharding a model."
         )
-    if is_dtensor(grad) and (grad.placements != param.placements or grad.device_mesh != param.device_mesh):
-        # Sequence parallel layers leave partial sums, for instance.
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return local_tensor(grad)
+    return _local_part_like(param, grad)  # sequence parallel layers leave partial sums, for instance
+
+
+def _local_part_like(param: Any, value: Any) -> Tensor:
+    """Returns what this rank has of a value that is placed as the parameter is."""
+    if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
+        value = value.redistribute(param.device_mesh, param.placements)
+    return local_tensor(value)
 
 
 def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Returns a local tensor as a shard, placed as the parameter is: of a whole that is like the parameter, or that has
-    this shape and is row-major.
+    """Returns a local tensor as a shard that is placed as the parameter is.
 
-    `DTensor.from_local` would move it to the mesh's kind of device, which FSDP2's CPUOffloadPolicy keeps parameters
-    away from.
+    The whole tensor is like the parameter, or has this shape and is row-major.
     """
     if not is_dtensor(param):
         return local
+    # DTensor.from_local would move it to the mesh's kind of device, where CPUOffloadPolicy does not keep parameters.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -164,7 +165,7 @@ def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None
 
 
 def redistributed_like(param: Any, value: Any) -> Tensor:
-    """State that fits the parameter, here and on all ranks, as `local_tensor(param)` does."""
+    """Returns this rank's part of saved state, sharded as the parameter is."""
     if is_dtensor(param) != is_dtensor(value):
         raise ValueError(
             f"The saved state of a parameter of shape {tuple(param.shape)} is a {type(value).__name__}, the "
@@ -172,9 +173,7 @@ def redistributed_like(param: Any, value: Any) -> Tensor:
             "torch.distributed.checkpoint.state_dict, which shards it as the model is sharded. It does not convert "
             "moments: load with the state_dtype that was saved, then set state_dtype in the optimizer's groups."
         )
-    if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
-        value = value.redistribute(param.device_mesh, param.placements)
-    return local_tensor(value)
+    return _local_part_like(param, value)
 
 
 is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False

@@ -26,8 +26,8 @@ from swd_fused.options import Options
 from swd_fused.state.moments import has_moments
 
 # Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
-# The host looks through all tensors of the model for each update, however few it is of, so a thousand small layers must
-# not be a thousand updates; and what is kept waiting is little beside the largest layer's gradient.
+# The host goes through all tensors of the model in each update, so a thousand small layers must not be a thousand
+# updates; and these few bytes are little beside the largest layer's gradient.
 GATHERED_BYTES = 4 << 20
 
 NO_GATE = Gate()
@@ -36,8 +36,8 @@ NO_GATE = Gate()
 class ReleasedStep:
     """Holds a step that backward passes take, until `optimizer.step()` ends it."""
 
-    def __init__(self, step: Step, options: Options, keeps_gradients: bool) -> None:
-        self.step, self.options = step, options  # other options make a new step
+    def __init__(self, step: Step, keeps_gradients: bool) -> None:
+        self.step = step
         self.keeps_gradients = keeps_gradients  # no parameter has taken a step yet, and a first step is exact
         self.stepped: set[int] = set()  # ids of parameters
         self.gathered: dict[int, Tensor] = {}  # by id
@@ -47,12 +47,14 @@ class ReleasedStep:
 class GradientRelease:
     """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
 
-    The lagged mean follows from the state before the step, so it is known before the first gradient. Each update has
-    the snapshot of an ordinary step, in which all gradients but a few are absent. A first step is exact and needs all
-    gradients: it is an ordinary one, taken by `optimizer.step()`.
+    The lagged mean follows from the state before the step, so it is known before the first gradient. Each update is one
+    of an ordinary step in which all gradients but a few are absent. A first step is exact and needs all gradients:
+    `optimizer.step()` takes it.
     """
 
     def __init__(self, stepper: Stepper, groups: Groups, state: State) -> None:
+        check_can_release(stepper.options)
+        refuse_late_reduction(params_of(groups))
         self._stepper = stepper
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._hooks: dict[int, GradientHook] = {}  # by id of the parameter
@@ -62,8 +64,6 @@ class GradientRelease:
         self._begun: ReleasedStep | None = None
         self._order = StreamOrder()
         self._is_removed = False
-        check_can_release(stepper.options)
-        refuse_late_reduction(params_of(groups))
         self.watch(groups, state)
 
     @property
@@ -102,20 +102,18 @@ class GradientRelease:
         check_can_release(options)
 
     def watch(self, groups: Groups, state: State) -> None:
-        """Hooks the parameters that the optimizer has now, and no others: groups are added, and wrappers replace
-        tensors."""
+        """Hooks the present parameters only: groups may have been added, and tensors replaced by wrappers."""
         self._groups, self._state = groups, state
-        group_of = {id(param): group for group in groups for param in group["params"]}
-        by_id = {id(param): param for param in params_of(groups) if param.requires_grad}
+        by_id = {id(p): (p, group) for group in groups for p in group["params"] if p.requires_grad}
         for gone in self._hooks.keys() - by_id.keys():
             self._hooks.pop(gone).remove()
         for number in by_id.keys() - self._hooks.keys():
-            param = by_id[number]
+            param, group = by_id[number]
             # Alike on all ranks, so that they step together what may have to be redistributed among them.
-            sharding = sharding_in(group_of[number], param, self._stepper.sharded_over)
+            sharding = sharding_in(group, param, self._stepper.sharded_over)
             size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
             self._hooks[number] = GradientHook(self, param, size)
-        self._watched = list(by_id.values())
+        self._watched = [param for param, _ in by_id.values()]
 
     def forget(self) -> None:
         """Drops a step that was begun, after other state was loaded."""
@@ -134,7 +132,7 @@ class GradientRelease:
             if begun.keeps_gradients:
                 return
             if id(param) in begun.stepped or id(param) in begun.gathered:
-                raise RuntimeError(second_gradient(param))
+                refuse_second_gradient(param)
             begun.gathered[id(param)] = param
             begun.gathered_bytes += size
             if begun.gathered_bytes >= GATHERED_BYTES:
@@ -143,7 +141,8 @@ class GradientRelease:
     @_disable_dynamo
     def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
         """Steps what was not released, and ends the step."""
-        check_call(call)
+        if any(value is not None for value in call):
+            refuse_known_sums_and_scalers()
         interrupts = DeferredInterrupts()  # till gradients are freed too, and outside of what sets torch's modes back
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -155,9 +154,9 @@ class GradientRelease:
         self._groups, self._state = groups, state
         begun, params = self._begin(), params_of(groups)
         rest = [param for param in params if param.grad is not None]
-        again = [param for param in rest if id(param) in begun.stepped]
-        if again:
-            raise RuntimeError(second_gradient(again[0]))
+        for param in rest:
+            if id(param) in begun.stepped:
+                refuse_second_gradient(param)
         begun.step.is_partial = False
         try:
             self._update(begun, rest)
@@ -170,25 +169,23 @@ class GradientRelease:
 
     def _begin(self) -> ReleasedStep:
         """Returns the step that is begun, or begins one."""
-        stepper = self._stepper
-        if self._begun is None or self._begun.options is not stepper.options:
-            check_can_release(stepper.options)
+        if self._begun is None:
             if not self._knows_wrappers:  # the model may have been wrapped in the meantime
                 refuse_late_reduction(params_of(self._groups))
                 self._knows_wrappers = True
-            step = Step(stepper, self._groups, self._state, stepper.source, NO_GATE)
+            step = Step(self._stepper, self._groups, self._state, self._stepper.source, NO_GATE)
             step.is_partial = True
-            self._begun = ReleasedStep(step, stepper.options, keeps_gradients=not has_state(self._state))
+            has_state = any(isinstance(entry, dict) and has_moments(entry) for entry in self._state.values())
+            self._begun = ReleasedStep(step, keeps_gradients=not has_state)
         return self._begun
 
     def _update(self, begun: ReleasedStep, params: list[Tensor]) -> None:
-        """Steps these parameters and frees their gradients; or finds that no parameter has taken a step yet."""
+        """Steps these parameters and frees their gradients, unless no parameter has taken a step yet."""
         every, ids = params_of(self._groups), set(map(id, params))
         grads = [param.grad if id(param) in ids else None for param in every]
         self._order.begin(params)
         try:
-            is_done = begun.step.update(every, grads)
-            if not is_done:
+            if not begun.step.update(every, grads):
                 begun.keeps_gradients = True
                 return
             self._order.end(params)
@@ -223,10 +220,6 @@ class GradientHook:
 
 def params_of(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
-
-
-def has_state(state: State) -> bool:
-    return any(isinstance(entry, dict) and has_moments(entry) for entry in state.values())
 
 
 class StreamOrder:
@@ -270,26 +263,18 @@ def refuse_step_in_backward() -> NoReturn:
     """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
     raise RuntimeError(
         "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
-        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients "
-        'are. Call step() after backward(). To free gradients early use schedule="lagged", whose mean is known '
-        "before, and call optimizer.release_gradients() once: it steps parameters in the backward pass, and "
-        "step() after backward() ends the step."
+        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients are. "
+        'Call step() after backward(). To free gradients early use schedule="lagged" and call '
+        "optimizer.release_gradients() once; step() after backward() then ends the step."
     )
 
 
-def check_call(call: StepCall) -> None:
-    """Refuses what `step` cannot be told after gradients were released."""
-    if call.grad_sumsq is not None or call.numel is not None:
-        raise RuntimeError(
-            "FusedAdamS.step() got the gradients' sum of squares with release_gradients() on, after most of them were "
-            'stepped and freed. Use one of the two: grad_sumsq, or gradient release with schedule="lagged".'
-        )
-    if call.grad_scale is not None or call.found_inf is not None:
-        raise RuntimeError(
-            "FusedAdamS.step() was called by a GradScaler with release_gradients() on: the loss scale, and whether to "
-            "skip the step, come after most gradients were stepped and freed. Train in bfloat16, which needs no loss "
-            "scaling, or without gradient release."
-        )
+def refuse_known_sums_and_scalers() -> NoReturn:
+    raise RuntimeError(
+        "FusedAdamS.step() got grad_sumsq or was called by a GradScaler, with release_gradients() on: both come after "
+        "most gradients were stepped and freed. Train in bfloat16, which needs no loss scaling, and leave grad_sumsq "
+        "out; or train without gradient release."
+    )
 
 
 def refuse_closure() -> NoReturn:
@@ -299,8 +284,8 @@ def refuse_closure() -> NoReturn:
     )
 
 
-def second_gradient(param: Tensor) -> str:
-    return (
+def refuse_second_gradient(param: Tensor) -> NoReturn:
+    raise RuntimeError(
         f"A parameter of shape {tuple(param.shape)} got a second gradient before optimizer.step(), but with "
         "release_gradients() on its first gradient is used up. To accumulate gradients over several backward passes "
         "run all but the last within optimizer.accumulate_gradients(). After a backward pass that has failed call "

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from swd_fused.integrations import find_metrics_source, no_metrics
-from swd_fused.rms_grads import EVERY
+from swd_fused.integrations import MetricsReader, find_metrics_source, no_metrics
 
 
 class MetricsCallback(TrainerCallback):
@@ -22,9 +21,7 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self, prefix: str = "adams/", rms_grads_every: int | None = None) -> None:
-        EVERY.require("rms_grads_every", rms_grads_every)
-        self.prefix, self.rms_grads_every = prefix, rms_grads_every
-        self._last_step = 0
+        self._reader = MetricsReader(prefix, rms_grads_every)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Refuses an optimizer without metrics."""
@@ -32,23 +29,13 @@ class MetricsCallback(TrainerCallback):
             raise no_metrics(optimizer)
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Adds metrics to the logs of training, which have a loss, but not to those of evaluation."""
         source = find_metrics_source(optimizer)
         if source is None or logs is None or "loss" not in logs:
             return
-        metrics = {f"{self.prefix}{name}": value for name, value in source.metrics().items()}
-        every, step, last = self.rms_grads_every, state.global_step, self._last_step
-        if every is not None and step // every > last // every:
-            metrics.update({f"{self.prefix}rms_grad/{name}": value for name, value in source.rms_grads().items()})
-        self._last_step = step
+        metrics = self._reader.read([source], state.global_step)
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # Trainer wrote this entry before it called

@@ -324,11 +324,11 @@ def test_refused_steps() -> None:
     optimizer.release_gradients()
     with pytest.raises(RuntimeError, match="got a closure with release_gradients"):
         optimizer.step(lambda: 1 / 0)
-    with pytest.raises(RuntimeError, match="sum of squares with release_gradients"):
+    with pytest.raises(RuntimeError, match=r"got grad_sumsq .* with release_gradients"):
         optimizer.step(grad_sumsq=1.0)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(param.sum()).backward()
-    with pytest.raises(RuntimeError, match="by a GradScaler with release_gradients"):
+    with pytest.raises(RuntimeError, match=r"by a GradScaler, with release_gradients"):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(3))
     optimizer = FusedAdamS([param], schedule="lagged", backend="cpu")

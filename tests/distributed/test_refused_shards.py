@@ -128,7 +128,7 @@ def test_a_group_that_says_it_is_whole_is_believed() -> None:
 def test_a_rank_outside_of_a_mesh_is_told() -> None:
     inside, outside = [answers["on other ranks"] for answers in answers_of_ranks()]
     assert not inside
-    assert "of which rank 1 is none" in outside
+    assert "but not on this rank, 1" in outside
 
 
 # --- Where no mean over the model is used the wrapper need not be told apart

@@ -1,8 +1,8 @@
 """Makes timm importable beside any torch: torchvision's Python, without operators that were built for another torch.
 
-As a script it runs another one, or a module, in such a process:
+As a script it runs another one in such a process:
 
-    python any_torchvision.py [-m] SCRIPT ARGUMENTS...
+    python any_torchvision.py SCRIPT ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ def prepare() -> None:
 
 def main() -> None:
     prepare()
-    is_module, arguments = sys.argv[1] == "-m", sys.argv[1:]
-    sys.argv = arguments[1:] if is_module else arguments
-    if is_module:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

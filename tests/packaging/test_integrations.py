@@ -88,7 +88,6 @@ def test_lightning_logs_metrics_when_it_logs(monkeypatch: pytest.MonkeyPatch, ac
     def train(*optimizers: object, **options: Any) -> list[Any]:
         callback, logger = module.MetricsCallback(**options), MagicMock()
         trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[logger], log_every_n_steps=2, global_step=0)
-        trainer.precision_plugin, trainer.gradient_clip_val = object(), 1.0
         callback.on_train_start(trainer, None)
         for batch in range(6 * accumulate):
             trainer.global_step = (batch + 1) // accumulate

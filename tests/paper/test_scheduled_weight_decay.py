@@ -51,20 +51,6 @@ def fused_adam(params: list[torch.nn.Parameter], **options: Any) -> torch.optim.
     return torch.optim.Adam(params, fused=True, **options)
 
 
-def test_a_decay_that_somebody_sets_in_a_fused_optimizer_is_obeyed() -> None:
-    params = random_params([(30,)], torch.float64)
-    twins = copy.deepcopy(params)
-    optimizers = [
-        ScheduledWeightDecay(torch.optim.Adam(list_, fused=fused), 1e-3)
-        for list_, fused in ((params, True), (twins, False))
-    ]
-    grads = random_grads([(30,)], 5, torch.float64)
-    for list_, optimizer in zip((params, twins), optimizers, strict=True):
-        optimizer.param_groups[0]["weight_decay"] = 0.3
-        run(list_, grads, optimizer)
-    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("build", [fused_adam, torch.optim.Adam])
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 def test_lr_zero_changes_no_weight(build: Any, lr: Any) -> None:
