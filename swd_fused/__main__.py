@@ -6,13 +6,12 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 
 import torch
 
 import swd_fused
-from swd_fused import self_test, source_tree
+from swd_fused import self_test
 
 
 def versions() -> str:
@@ -49,35 +48,15 @@ def devices() -> str:
     return "\n".join(lines + others)
 
 
-# Does the same as `python -m swd_fused`, but with Python's path as it is in other folders.
-CHECK = """
-import runpy, sys
-sys.path[:] = sys.argv[1:]
-del sys.argv[1:]
-runpy.run_module("swd_fused", run_name="__main__")
-"""
-
-
-def check_hidden_package() -> int:
-    """Runs the check of the package that this source tree hides. Returns its exit code."""
-    print(f"Note: {source_tree.how_to_get_kernels()} Here is the check of the package with kernels.", flush=True)
-    without_numpy = "ignore:Failed to initialize NumPy"  # as in swd_fused/__init__.py, which sees no "-m" there
-    command = [sys.executable, "-W", without_numpy, "-c", CHECK, *source_tree.path_without_tree()]
-    return subprocess.run(command, check=False).returncode
-
-
 def main() -> int:
     """Returns the process's exit code: 1 if a backend differs from the definition, or a fused one is missing."""
     description = (
         "Prints versions, devices, and for each backend whether it is available and agrees with the definition of "
         "AdamS, written out in plain PyTorch in float64. Put the output into bug reports. Exits with 1 if a backend "
         "does not agree, or if a fused backend is missing that this machine could have: the C++ kernels for its CPU, "
-        "or Triton for its CUDA or ROCm GPU. In a source tree without kernels that hides an installed package with "
-        "kernels, the latter is checked."
+        "or Triton for its CUDA or ROCm GPU."
     )
     argparse.ArgumentParser("python -m swd_fused", description=description).parse_args()
-    if source_tree.hidden_package() is not None:
-        return check_hidden_package()
     print(versions())
     print(devices())
     results = self_test.run()

@@ -17,8 +17,8 @@ from swd_fused.devices import graphs
 from swd_fused.distributed.sharding import full_tensor, is_dtensor, local_tensor, redistributed_like
 from swd_fused.options import MASTER, REMAINDER
 from swd_fused.state.averages import AVERAGE, EXCHANGED, refuse_exchanged
-from swd_fused.state.master_weights import master_of
-from swd_fused.state.masters import joined, split
+from swd_fused.state.load import check_fits
+from swd_fused.state.masters import joined, master_of, split
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
@@ -53,7 +53,20 @@ def _refuse_without_averages(groups: Groups, asked: str) -> None:
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
-    _check_exchange(optimizer)
+    asked = "FusedAdamS got averaged_params()"
+    _refuse_without_averages(optimizer.param_groups, "averaged_params()")
+    refuse_exchanged(optimizer.state, "averaged_params()")
+    release = optimizer._gradient_release
+    if torch._C._current_graph_task_id() != -1 or (release is not None and release.is_begun):
+        raise RuntimeError(
+            f"{asked} in the middle of a step or within a backward pass, wanted it between steps. Call it after "
+            "optimizer.step()."
+        )
+    if graphs.is_capturing_on({param.device for param in optimizer.numbered_params()}):
+        raise RuntimeError(
+            f"{asked} in the capture of a CUDA graph, wanted it outside. Exchange before an evaluation is captured, "
+            "and whenever it is replayed: parameters stay where they are."
+        )
     state: dict[Any, Any] = optimizer.state
     weights = [
         Exchange.of(param, state[param])
@@ -69,23 +82,6 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
         _exchange(averages, weights, state, is_back=True)
 
 
-def _check_exchange(optimizer: FusedAdamS) -> None:
-    asked = "averaged_params()"
-    _refuse_without_averages(optimizer.param_groups, asked)
-    refuse_exchanged(optimizer.state, asked)
-    release = optimizer._gradient_release
-    if torch._C._current_graph_task_id() != -1 or (release is not None and release.is_begun):
-        raise RuntimeError(
-            f"FusedAdamS got {asked} in the middle of a step, where some parameters have taken it and some have not, "
-            "or within a backward pass, wanted it between steps. Call it after optimizer.step()."
-        )
-    if graphs.is_capturing_on({param.device for param in optimizer.numbered_params()}):
-        raise RuntimeError(
-            f"FusedAdamS got {asked} in the capture of a CUDA graph, wanted it outside. Exchange before an evaluation "
-            "is captured, and whenever it is replayed: parameters stay where they are."
-        )
-
-
 class Exchange(NamedTuple):
     """The local tensors of a parameter that are exchanged."""
 
@@ -98,12 +94,7 @@ class Exchange(NamedTuple):
     def of(param: Tensor, state: Mapping[str, Any]) -> Exchange:
         master = state.get(MASTER, state.get(REMAINDER))
         local, average = local_tensor(param), local_tensor(state[AVERAGE])
-        if local.shape != average.shape or local.device != average.device:
-            raise RuntimeError(
-                f"FusedAdamS has an average of shape {tuple(average.shape)} on {average.device} for a parameter that "
-                f"now has shape {tuple(local.shape)} on {local.device}, wanted the same. After replacing a parameter "
-                "by another one delete its state: del optimizer.state[param]."
-            )
+        check_fits(local, average, tuple(local.shape))
         return Exchange(local, average, None if master is None else local_tensor(master), [])
 
     def apply(self) -> None:
@@ -154,26 +145,17 @@ def copy_to(target: nn.Module | Iterable[Tensor], optimizer: FusedAdamS) -> None
     _refuse_without_averages(optimizer.param_groups, "copy_averages()")
     params = optimizer.numbered_params()
     targets = _named(target, optimizer.param_groups) if isinstance(target, nn.Module) else list(target)
-    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (targets, params))
-    if shapes != wanted:
-        i = next((i for i, (one, two) in enumerate(zip(shapes, wanted, strict=False)) if one != two), len(shapes))
+    if [tensor.shape for tensor in targets] != [param.shape for param in params]:
         raise ValueError(
-            f"copy_averages got {len(targets)} tensors for {len(params)} parameters, of which those at {i} have other "
-            "shapes or are missing, wanted a tensor for each parameter, in the optimizer's order. Pass the copy's "
-            "parameters as the model's were passed to the optimizer."
+            f"copy_averages got {len(targets)} tensors for {len(params)} parameters, wanted one of the same shape for "
+            "each parameter, in the optimizer's order. Pass the copy's parameters as the model's were passed to the "
+            "optimizer."
         )
-    own = set(map(id, params))
-    for tensor, param in zip(targets, params, strict=True):
-        if id(tensor) in own:
-            raise ValueError(
-                f"copy_averages got a parameter of shape {tuple(tensor.shape)} that this optimizer trains, wanted a "
-                "copy of it. Pass copy.deepcopy(model), or exchange both: with optimizer.averaged_params()."
-            )
-        if is_dtensor(tensor) and not is_dtensor(param):
-            raise ValueError(
-                f"copy_averages got a DTensor of shape {tuple(tensor.shape)} for a parameter that is none, wanted a "
-                "plain tensor, or one that is sharded as the parameter is. Copy the model as it is."
-            )
+    if not set(map(id, params)).isdisjoint(map(id, targets)):
+        raise ValueError(
+            "copy_averages got a parameter that this optimizer trains, wanted a copy of it. Pass copy.deepcopy(model), "
+            "or exchange both: with optimizer.averaged_params()."
+        )
     averaged = {param for group in _averaging(optimizer.param_groups) for param in group["params"]}
     with torch.no_grad():
         for tensor, param in zip(targets, params, strict=True):
@@ -188,13 +170,13 @@ def copy_to(target: nn.Module | Iterable[Tensor], optimizer: FusedAdamS) -> None
 def _named(module: nn.Module, groups: Groups) -> list[Tensor]:
     """Returns a module's parameters by the names that they have in the optimizer's groups."""
     own = dict(module.named_parameters())
-    names = [name for group in groups for name in group.get("param_names", ())]
-    if len(names) < sum(len(group["params"]) for group in groups) or not own.keys() >= set(names):
-        unknown = next((name for name in names if name not in own), None)
+    names = [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
+    unknown = next((name for name in names if name not in own), "")
+    if unknown != "":
         problem = "its parameters have no names here" if unknown is None else f"it has no parameter {unknown}"
         raise ValueError(
             f"copy_averages got a {type(module).__name__}, but {problem}, wanted one with the names that the "
-            "optimizer got. Pass model.named_parameters() to the optimizer, or swd_fused.param_groups(model); or its "
-            "parameters here, in the optimizer's order: copy_averages(module.parameters())."
+            "optimizer got. Pass model.named_parameters() to the optimizer; or its parameters here, in the optimizer's "
+            "order: copy_averages(module.parameters())."
         )
     return [own[name] for name in names]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,16 +18,15 @@ from swd_fused.core.schedule import StepScalars
 from swd_fused.core.stepper import Stepper
 from swd_fused.decay.kinds import Decay
 from swd_fused.distributed.sharding import ShardedOver
-from swd_fused.options import GROUP_DEFAULTS, Options, refuse_offload
+from swd_fused.options import GROUP_DEFAULTS, Options, refuse_unsupported
 from swd_fused.state.load import (
     Initializer,
     check_state_dict,
     loaded_group,
     other_entries,
     saved_by_param,
-    with_separate_steps,
 )
-from swd_fused.state.master_weights import adopt_masters, refuse_lone_remainders
+from swd_fused.state.masters import adoptable_masters
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, A
 def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], options: Options) -> dict[str, Any]:
     """Returns the groups and the state of an optimizer that goes on from a state dict."""
     saved = saved_by_param(own_groups, state_dict)
-    refuse_lone_remainders(saved)
+    adopted = adoptable_masters(saved, options)
     groups = []
     for own, saved_group in zip(own_groups, state_dict["param_groups"], strict=True):
         groups.append(loaded_group(own, saved_group, options))
@@ -66,7 +65,8 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
                     initializer = Initializer(param, options, group, backends.choose(param, options))
                     initializers[kind] = initializer
                 state[param] = initializer.loaded(param, saved[param])
-    adopt_masters(saved, options)
+        for param, master in adopted:
+            param.copy_(master)
     return {"state": state, "param_groups": groups}
 
 
@@ -78,9 +78,17 @@ sys.modules.setdefault("swd_fused.step.clipped_steps", clipping)
 
 
 def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:
-    """Returns what a pickle has of the steps so far."""
+    """Returns what a pickle has of the steps so far.
+
+    The step counters of a bucket are views of one tensor, and pickle, unlike torch.save and deepcopy, would write that
+    whole tensor for each of them: so they are copied.
+    """
+    own: defaultdict[Any, Any] = defaultdict(dict, state)
+    for key, values in state.items():
+        if isinstance(key, Tensor) and isinstance(values.get("step"), Tensor):
+            own[key] = {**values, "step": values["step"].clone()}
     return {
-        "state": defaultdict(dict, with_separate_steps(state)),
+        "state": own,
         "options": stepper.options,
         "skipped_steps": stepper.skipped_steps,
         "_clipped_steps": clipped,
@@ -89,29 +97,14 @@ def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -
     }
 
 
-class Unpickled(NamedTuple):
-    """Holds the entries of a pickle from which an optimizer makes what it does not pickle."""
-
-    options: Options
-    sharded_over: ShardedOver | None
-    clipped: ClippedSteps
-    skipped_steps: Tensor
-    last: StepScalars | Tensor
-
-
-def unpickled(state: dict[str, Any]) -> Unpickled:
-    """Takes these entries out of a pickle."""
+def unpickled(state: dict[str, Any]) -> tuple[Options, ShardedOver | None, ClippedSteps, Tensor, StepScalars | Tensor]:
+    """Takes the entries out of a pickle from which an optimizer makes what it does not pickle."""
     # Pickles of older versions have some options as entries of their own.
     own = {name: state.pop(name) for name in Options._fields if name in state}
     options = state.pop("options")._replace(**own)
-    refuse_offload(options._asdict())  # the state may be on another device than its parameters
-    return Unpickled(
-        options,
-        state.pop("_sharded_over"),
-        state.pop("_clipped_steps", None) or ClippedSteps(),
-        state.pop("skipped_steps"),
-        state.pop("_last"),
-    )
+    refuse_unsupported(options._asdict())  # the state may be on another device than its parameters
+    clipped = state.pop("_clipped_steps", None) or ClippedSteps()
+    return options, state.pop("_sharded_over"), clipped, state.pop("skipped_steps"), state.pop("_last")
 
 
 def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:

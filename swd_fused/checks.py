@@ -55,7 +55,6 @@ def one_of(*choices: object) -> Check:
 
 
 FLAG = Check(lambda value: isinstance(value, bool), "True or False")
-FLAG_OR_NONE = Check(lambda value: value is None or isinstance(value, bool), "True, False or None")
 FINITE = Check(is_finite, "a finite number >= 0")
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from swd_fused.core.values import Groups
+from swd_fused.devices import graphs
 from swd_fused.devices.transfer import HostCopy, can_be_read, can_be_read_later, is_fake, to_device
+from swd_fused.observer import Observer
 from swd_fused.options import Options
 from swd_fused.user_warning import warn_user
 
@@ -17,31 +19,23 @@ if TYPE_CHECKING:
     from swd_fused.core.step import Step
 
 SCHEDULED_STEPS = 300
-NEVER = -1
-
-Counts = tuple[int | Tensor, int | Tensor]  # of clipped steps, and of all that might have been
 
 
-class ClippedSteps:
+class ClippedSteps(Observer):
     """Counts the steps that clipped, and all that might have.
 
     The counts are numbers for steps on a CPU, where there is nothing to wait for and tensor operations would take half
     as long as a small step; else tensors.
 
     Warns, once, where clipping leaves nothing of the schedule, without making any step wait for its device: if each of
-    the first scheduled steps was clipped, all had the same gradient norm, so the schedule divided by a constant. In
-    between nobody is called: that would be noticed in small models.
+    the first steps was clipped, all had the same gradient norm, so the schedule divided by a constant.
     """
-
-    needs_small_mean = False
 
     def __init__(self) -> None:
         self._clipped = self._all = 0
         self._on_device: Tensor | None = None  # both again; a CUDA graph increases them in each replay
-        self._before: Counts | None = None  # the scheduled steps
         self._pending: HostCopy | None = None
-        self._steps_to_look = 0  # until it looks at the counts again
-        self.is_due = True
+        self._steps_to_look = SCHEDULED_STEPS  # until `speak` looks at the counts
         self._options = Options()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,46 +51,35 @@ class ClippedSteps:
         return options.max_grad_norm is not None
 
     def speak(self, groups: Groups) -> None:
-        """Looks at the counts before a step, to warn."""
-        self.is_due = False
-        if self._options.decay == "scheduled":
-            self._steps_to_look = self._look(groups)
-            self.is_due = self._steps_to_look == 0
-
-    def _look(self, groups: Groups) -> int:
-        """Compares the counts before and after the first scheduled steps. Returns after how many steps to look again,
-        or NEVER."""
-        if self._pending is not None:
-            arrived = self._pending.arrived()
-            return 0 if arrived is None else self._warn_if_equal(*arrived)
-        if not any(group["weight_decay"] or group["adamw_weight_decay"] for group in groups):
-            return NEVER
-        if any(group["adamw_weight_decay"] is not None for group in groups):  # these decay as AdamW's by intention
-            return max(1, *(group["calibration_steps"] or 0 for group in groups))
-        counts = self.counts()
-        if self._before is None:
-            self._before = counts
-            return SCHEDULED_STEPS
-        clipped, counted = (_difference(now, before) for now, before in zip(counts, self._before, strict=True))
-        if not isinstance(clipped, Tensor) or not isinstance(counted, Tensor):
-            return self._warn_if_equal(float(clipped), float(counted))
-        if not can_be_read_later(clipped):
-            return 1
-        self._pending = HostCopy([clipped, counted])
-        return 0
-
-    def _warn_if_equal(self, clipped: float, counted: float) -> int:
-        if 0 < counted == clipped:
+        """Warns if all steps so far have clipped, as soon as the counts have arrived from their device."""
+        counts = self._arrived()
+        if counts is None:
+            return
+        self._pending, self.is_due = None, False
+        decays = self._options.decay == "scheduled" and any(group["weight_decay"] for group in groups)
+        if decays and 0 < counts[0] == counts[1]:
             warn_user(
                 f"All of the first {SCHEDULED_STEPS} scheduled steps were clipped to max_grad_norm="
                 f"{self._options.max_grad_norm:g}. So the rms gradient of each is the same, the schedule is constant, "
                 "and AdamS is AdamW with another weight_decay. Pass a max_grad_norm above the usual norms, which "
                 'optimizer.grad_norm tells; or use decay="decoupled", which does the same as now directly.'
             )
-        return NEVER
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Goes on counting: the share is that of all steps since the optimizer was made."""
+        if is_fresh:  # steps of calibration decay as AdamW's by intention
+            calibration = max((entry.get("calibration_steps", 0) for entry in entries), default=0)
+            self._steps_to_look = SCHEDULED_STEPS + calibration
+
+    def _arrived(self) -> tuple[float, float] | None:
+        """Returns the counts, or None as long as they are on their way from a device."""
+        clipped, counted = self.counts()
+        if not isinstance(clipped, Tensor) or not isinstance(counted, Tensor):
+            return float(clipped), float(counted)
+        if self._pending is None and can_be_read_later(clipped):
+            self._pending = HostCopy([clipped, counted])
+        arrived = None if self._pending is None else self._pending.arrived()
+        return None if arrived is None else (arrived[0], arrived[1])
 
     def note(self, step: Step) -> None:
         """Counts a step, unless it was skipped. One in several calls counts once."""
@@ -123,36 +106,21 @@ class ClippedSteps:
         if self._on_device is None:
             self._on_device = torch.zeros(2, dtype=torch.int64, device=grad_norm.device)
         self._on_device = to_device(self._on_device, grad_norm.device)
-        clipped, counted = self._on_device.unbind()
         clips = grad_norm > max_grad_norm
-        if skip is None:
-            clipped.add_(clips)
-            counted.add_(1)
-        else:
-            is_taken = skip == 0
-            clipped.add_(clips & is_taken)
-            counted.add_(is_taken)
+        is_taken = torch.ones_like(clips) if skip is None else skip == 0
+        self._on_device.add_(torch.stack([clips & is_taken, is_taken]))
 
     def refuse_capture(self, step: Step) -> None:
         device = step.ranks.device
         if device.type != "cpu" and (self._on_device is None or self._on_device.device != device):
-            raise RuntimeError(
-                "FusedAdamS got the first step that clips in the capture of a CUDA graph, which would set the count of "
-                "clipped steps back in each replay. Take such a step before, on a side stream."
-            )
+            raise graphs.first_in_capture("that clips", "the count of clipped steps")
 
     def share(self) -> float:
         """Returns the share of clipped steps, NaN before the first. Waits for the device."""
         clipped, counted = map(int, self.counts())
         return clipped / counted if counted else math.nan
 
-    def counts(self) -> Counts:
+    def counts(self) -> tuple[int | Tensor, int | Tensor]:
         """Returns the steps that clipped, and all that might have. Does not wait for the device."""
         clipped, counted = (0, 0) if self._on_device is None else self._on_device.unbind()
         return self._clipped + clipped, self._all + counted
-
-
-def _difference(now: int | Tensor, before: int | Tensor) -> int | Tensor:
-    if isinstance(now, Tensor) and isinstance(before, Tensor):
-        before = to_device(before, now.device)
-    return now - before

@@ -95,71 +95,55 @@ def check_fit(options: Options, params: Sequence[Tensor], others: Sequence[Tenso
 
 def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """Refuses options that all groups together have no use for, and warns of what they make of them."""
-    dtypes = {param.dtype for group in groups for param in group["params"]}
     if options.uses_sums:
         refuse_tensor_alone(options.shared_sum)
     calibration.check_some_group_decays(defaults["adamw_weight_decay"], groups)
     check_use_of_warmup(groups)
-    _check_use_of_seed(options, groups)
-    _warn_without_codes(groups)
-    _check_use_of_precision(options, dtypes)
-    _warn_of_lost_updates(options, groups)
-    _warn_of_large_shares(options, groups)
-
-
-def _check_use_of_seed(options: Options, groups: Sequence[Group]) -> None:
     if options.seed and not options.stochastic_rounding and all(group["state_dtype"] != "8bit" for group in groups):
         raise ValueError(
             f'FusedAdamS got seed={options.seed} without stochastic_rounding=True or state_dtype="8bit", the options '
             "that use it."
         )
+    _check_use_of_precision(options, {param.dtype for group in groups for param in group["params"]})
+    _warn_of_values(options, groups)
 
 
 def _check_use_of_precision(options: Options, dtypes: Collection[torch.dtype]) -> None:
     """Refuses options for 16-bit parameters where there are none."""
-    kinds = ", ".join(sorted({str(dtype) for dtype in dtypes}))
+    got = f"for parameters of {', '.join(sorted(map(str, dtypes)))}"
+    advice = "Convert the model first, or leave it out."
     if options.master_weights and not any(options.master_key(dtype) for dtype in dtypes):
         raise ValueError(
-            f"FusedAdamS got master_weights=True for parameters of {kinds}, wanted some of torch.bfloat16 or "
-            "torch.float16: wider ones are their own masters. Convert the model first, or leave it out."
+            f"FusedAdamS got master_weights=True {got}, wanted some of torch.bfloat16 or torch.float16: wider ones are "
+            f"their own masters. {advice}"
         )
     if options.stochastic_rounding and torch.bfloat16 not in dtypes:
         raise ValueError(
-            f"FusedAdamS got stochastic_rounding=True for parameters of {kinds}, wanted some of torch.bfloat16, the "
-            "only dtype that is rounded so. Convert the model first, or leave it out."
+            f"FusedAdamS got stochastic_rounding=True {got}, wanted some of torch.bfloat16, the only dtype that is "
+            f"rounded so. {advice}"
         )
 
 
-def _warn_without_codes(groups: Sequence[Group]) -> None:
-    """Warns if 8 bits are asked for and no parameter can have them."""
-    params = [param for group in groups if group["state_dtype"] == "8bit" for param in group["params"]]
-    if params and not any(map(eight_bit.fits, params)):
+def _warn_of_values(options: Options, groups: Sequence[Group]) -> None:
+    """Warns if 8 bits are asked for and no parameter can have them, if bfloat16 parameters are too coarse for the
+    learning rate, and of AdamW's weight decay where nothing multiplies it by a learning rate."""
+    coded = [param for group in groups if group["state_dtype"] == "8bit" for param in group["params"]]
+    if coded and not any(map(eight_bit.fits, coded)):
         warn_user(
-            f'FusedAdamS got state_dtype="8bit" for {len(params)} parameters of which none can have 8-bit moments: '
+            f'FusedAdamS got state_dtype="8bit" for {len(coded)} parameters of which none can have 8-bit moments: '
             f"those are for float32, bfloat16 and float16 tensors of at least {eight_bit.LEAST_NUMEL:,} elements, and "
             f"vectors of {eight_bit.LEAST_VECTOR:,}. It has no effect.",
         )
-
-
-def _warn_of_lost_updates(options: Options, groups: Sequence[Group]) -> None:
-    """Warns, once for an optimizer, that bfloat16 parameters are too coarse for the learning rate."""
-    if options.master_weights or options.stochastic_rounding:
-        return
-    for group in groups:
-        lr = group["lr"]
-        if isinstance(lr, Tensor) or not 0 < lr < SMALL_LR_FOR_BFLOAT16:
-            continue
-        if any(param.dtype == torch.bfloat16 for param in group["params"]):
-            warn_user(
-                f"FusedAdamS got bfloat16 parameters with lr={lr:g}: most updates are smaller than what bfloat16 "
-                "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
-                "stochastic_rounding=True, which takes no memory.",
-            )
-            return
-
-
-def _warn_of_large_shares(options: Options, groups: Sequence[Group]) -> None:
-    """Warns of AdamW's weight decay where nothing multiplies it by a learning rate."""
+    keeps_small_updates = options.master_weights or options.stochastic_rounding
+    rounded = [group for group in groups if any(param.dtype == torch.bfloat16 for param in group["params"])]
+    lrs = [group["lr"] for group in rounded if not isinstance(group["lr"], Tensor)]
+    small = [lr for lr in lrs if 0 < lr < SMALL_LR_FOR_BFLOAT16]
+    if small and not keeps_small_updates:
+        warn_user(
+            f"FusedAdamS got bfloat16 parameters with lr={small[0]:g}: most updates are smaller than what bfloat16 "
+            "resolves and will be lost. Use master_weights=True, which keeps float32 copies, or "
+            "stochastic_rounding=True, which takes no memory.",
+        )
     largest = max((group["weight_decay"] for group in groups), default=0.0)
     if options.decay == "independent" and largest > LARGE_SHARE:
         warn_user(

@@ -17,7 +17,7 @@ from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
-from swd_fused.core.step import Observer, take
+from swd_fused.core.step import take
 from swd_fused.core.stepper import Seams, Stepper
 from swd_fused.decay import calibration
 from swd_fused.decay.calibration import Calibration
@@ -28,6 +28,7 @@ from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
 from swd_fused.new_groups import check_all, check_fit, checked_defaults, listed, new_group
+from swd_fused.observer import Observer
 from swd_fused.options import (
     BackendName,
     Checked,
@@ -41,9 +42,8 @@ from swd_fused.options import (
     unwrapped,
 )
 from swd_fused.outliers import OutlierWatch
-from swd_fused.rms_grads import rms_by_param
 from swd_fused.state.averages import refuse_exchanged
-from swd_fused.state.master_weights import master_of
+from swd_fused.state.masters import master_of
 
 ORDINARY_CALL = StepCall()
 SCALING = {"grad_scale", "found_inf"}  # which GradScaler sets for a step
@@ -315,7 +315,7 @@ class FusedAdamS(Optimizer):
         too small for an AdamW: give that `effective_weight_decay()`, see docs/migrating.md.
         """
         refuse_exchanged(self.state, "state_dict()")
-        self._calibration.settle(self.param_groups)
+        self._calibration.speak(self.param_groups)
         return checkpoints.without_process_groups(super().state_dict())
 
     @_disable_dynamo
@@ -335,7 +335,6 @@ class FusedAdamS(Optimizer):
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
         refuse_exchanged(self.state, "a copy or a pickle")
-        self._calibration.take_back_skipped(self.param_groups)
         return {
             **super().__getstate__(),
             "grad_sumsq_provider": self.grad_sumsq_provider,
@@ -434,7 +433,7 @@ class FusedAdamS(Optimizer):
         Waits for the device.
         """
         optimizer = unwrapped(self)
-        return rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)
+        return metrics.rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.

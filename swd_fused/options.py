@@ -14,19 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from swd_fused.checks import (
-    FINITE,
-    FLAG,
-    FLAG_OR_NONE,
-    Check,
-    did_you_mean,
-    is_finite,
-    is_number,
-    is_one_float,
-    is_whole,
-    message,
-    one_of,
-)
+from swd_fused import checks
+from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, message, one_of
 from swd_fused.decay.kinds import Decay, DecayOptions, check_combination
 
 if TYPE_CHECKING:
@@ -164,8 +153,8 @@ class Compatibility(TypedDict, total=False):
     `offload=True`, of version 0.2, is refused.
     """
 
-    fused: Annotated[bool | None, FLAG_OR_NONE]
-    foreach: Annotated[bool | None, FLAG_OR_NONE]
+    fused: Annotated[bool | None, one_of(True, False, None)]
+    foreach: Annotated[bool | None, one_of(True, False, None)]
     capturable: Annotated[bool, FLAG]
     differentiable: Annotated[bool, FLAG]
     bias_correction: Annotated[bool, FLAG]
@@ -199,8 +188,8 @@ GLOBAL_CHECKS, COMPATIBILITY_CHECKS = checks_in(Options), checks_in(Compatibilit
 
 def check_values(all_checks: Mapping[str, tuple[Check, ...]], values: Mapping[str, Any]) -> None:
     """Checks values, each by itself."""
-    for name, checks in all_checks.items():
-        for check in checks:
+    for name, its_checks in all_checks.items():
+        for check in its_checks:
             check.require(name, values[name])
 
 
@@ -225,25 +214,14 @@ def check_tensor_lr(lr: Tensor) -> None:
 
 
 def check_group(group: Mapping[str, Any], decay: Decay) -> None:
-    """Checks a group before a step, since schedulers and users may have set anything."""
-    refuse_differentiable(group)
-    refuse_offload(group)
-    _check_names(group)
-    if group["decay"] != decay:
-        raise ValueError(
-            f"FusedAdamS got decay={group['decay']!r} in a parameter group, but it holds for all groups, and this "
-            f"optimizer has decay={decay!r}. Pass it to the constructor: FusedAdamS(..., decay={group['decay']!r})."
-        )
-    check_values(GROUP_CHECKS, group)
-    check_combination(group)
+    """Checks a group before a step, since schedulers and users may have set anything.
 
-
-def _check_names(group: Mapping[str, Any]) -> None:
-    """Refuses options that hold for the whole optimizer, and names so close to an option that they must be misspelt.
-
+    Refuses options that hold for the whole optimizer, and names so close to an option that they must be misspelt.
     Unknown keys pass, as in torch: schedulers and frameworks keep their own in groups.
     """
-    for name in group.keys() - KNOWN_KEYS:
+    refuse_unsupported(group)
+    other_decay = {"decay"} if group["decay"] != decay else set()
+    for name in (group.keys() - KNOWN_KEYS) | other_decay:
         if name in GLOBAL_OPTIONS:
             raise ValueError(
                 f"FusedAdamS got {name}={group[name]!r} in a parameter group, but it holds for all groups. Pass it to "
@@ -251,52 +229,52 @@ def _check_names(group: Mapping[str, Any]) -> None:
             )
         if advice := _advice_on(name):
             raise ValueError(f"FusedAdamS got an unknown key {name}={group[name]!r} in a parameter group.{advice}")
+    check_values(GROUP_CHECKS, group)
+    check_combination(group)
 
 
 @cache
 def _advice_on(name: str) -> str:
     """Kept, since comparing names takes long, and a group is looked at whenever one of its entries has changed."""
-    return did_you_mean(MEANT.get(name, name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
+    return checks.did_you_mean(MEANT.get(name, name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
 
 
 # --- Checks of arguments, and of options together
 
 
-def _check_compatibility(keywords: Compatibility) -> None:
-    known = COMPATIBILITY_CHECKS
-    for name, value in keywords.items():
-        if name not in known:
-            options = (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *known)
-            advice = did_you_mean(MEANT.get(name, name), options, cutoff=0.6)
-            raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{advice}")
-        for check in known[name]:
-            check.require(name, value)
-    refuse_differentiable(keywords)
-    refuse_offload(keywords)
-
-
-def refuse_differentiable(keywords: Mapping[str, Any]) -> None:
+def refuse_unsupported(keywords: Mapping[str, Any]) -> None:
     if keywords.get("differentiable"):
         raise ValueError(
             "FusedAdamS got differentiable=True, but its kernels write in place and autograd cannot follow them. Use "
             "torch.optim.AdamW to differentiate through steps."
         )
-
-
-def refuse_offload(keywords: Mapping[str, Any]) -> None:
     if keywords.get("offload"):
         raise ValueError(
             "FusedAdamS got offload=True, which is gone since 0.3. To keep parameters and state in host memory shard "
             "the model by FSDP2, on one process too: fully_shard(model, offload_policy=CPUOffloadPolicy()). To keep "
             "parameters on the GPU use DeepSpeed's offload_optimizer, and swd_fused.distributed.deepspeed's "
-            "follow(engine). See docs/memory.md. State dicts that were saved with offload=True load as any other."
+            "follow(engine). See docs/memory.md."
         )
 
 
 def asked_options(arguments: Mapping[str, Any]) -> Options:
     """Returns what the constructor's arguments ask for of the optimizer as a whole."""
-    _check_compatibility(arguments["compatibility"])
-    decay = kind_of_decay(arguments["decay"], arguments.get("adam_w_mode", True))
+    for name, value in arguments["compatibility"].items():
+        if name not in COMPATIBILITY_CHECKS:
+            known = (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *COMPATIBILITY_CHECKS)
+            advice = checks.did_you_mean(MEANT.get(name, name), known, cutoff=0.6)
+            raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{advice}")
+        for check in COMPATIBILITY_CHECKS[name]:
+            check.require(name, value)
+    refuse_unsupported(arguments["compatibility"])
+    decay: Decay = arguments["decay"]
+    if not arguments.get("adam_w_mode", True):
+        if decay in ("decoupled", "independent"):
+            raise ValueError(
+                f"FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay={decay!r}, which asks "
+                "for decay of the weights themselves. Use one of the two."
+            )
+        decay = "l2"
     names = set(Options._fields) - {"offload"}  # it is refused with the other keywords
     options = checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
     if options.outliers is None and options.outlier_sigma != Options().outlier_sigma:
@@ -307,16 +285,6 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
     return options
 
 
-def kind_of_decay(decay: Decay, adam_w_mode: bool) -> Decay:
-    """Returns the kind of decay that is asked for by our keyword and by apex's."""
-    if not adam_w_mode and decay in ("decoupled", "independent"):
-        raise ValueError(
-            f"FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay={decay!r}, which asks for "
-            "decay of the weights themselves. Use one of the two."
-        )
-    return decay if adam_w_mode else "l2"
-
-
 def checked(options: Options) -> Options:
     """Returns the options after checking each of them, and all of them together."""
     check_values(GLOBAL_CHECKS, options._asdict())
@@ -325,23 +293,18 @@ def checked(options: Options) -> Options:
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
         )
-    if options.schedule == "lagged":
-        _check_lagged(options)
-    return options
-
-
-def _check_lagged(options: Options) -> None:
-    if options.decay != "scheduled":
+    if options.schedule == "lagged" and options.decay != "scheduled":
         raise ValueError(
             f'FusedAdamS got schedule="lagged" with decay={options.decay!r}, which uses no schedule and needs no '
             "second pass. Leave schedule out."
         )
-    if options.needs_norm is not None:
+    if options.schedule == "lagged" and options.needs_norm is not None:
         raise ValueError(
             f'FusedAdamS got schedule="lagged" with {options.needs_norm}, which needs the norm of this step\'s '
             'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
             "which then costs the same."
         )
+    return options
 
 
 # --- Attributes that users set after construction: obeyed from the next step on

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.checks import message
 from swd_fused.core.schedule import Gate
 from swd_fused.core.values import Groups
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import is_fake, scalar_dtype, to_device
+from swd_fused.observer import Observer
 from swd_fused.options import Options
 
 if TYPE_CHECKING:
@@ -119,10 +121,8 @@ class OutlierGate(Gate):
         return skip if skip is None or own is None else torch.maximum(skip, own.to(skip.dtype))
 
 
-class OutlierWatch:
+class OutlierWatch(Observer):
     """Judges steps by their norms, and counts those that were taken: makes the steps' gates, and observes steps."""
-
-    needs_small_mean = is_due = False
 
     def __init__(self) -> None:
         self.options = Options()
@@ -150,11 +150,9 @@ class OutlierWatch:
             numbers = torch.zeros(len(Norms._fields), dtype=scalar_dtype(device), device=device)
         elif numbers is not self._numbers or numbers.device != device:
             numbers = to_device(torch.as_tensor(numbers), device, scalar_dtype(device))
+            wanted = f"the {len(Norms._fields)} numbers that steps leave there"
             if numbers.shape != (len(Norms._fields),):
-                raise ValueError(
-                    f"FusedAdamS got {KEY} of shape {tuple(numbers.shape)} in a parameter group, wanted the "
-                    f"{len(Norms._fields)} numbers that steps leave there. To measure anew delete it from the group."
-                )
+                raise ValueError(message(KEY, numbers, wanted, "To measure anew delete it from the group."))
         groups[0][KEY] = self._numbers = numbers
         return numbers
 
@@ -176,9 +174,6 @@ class OutlierWatch:
         self.options = options
         return options.outliers is not None
 
-    def speak(self, groups: Groups) -> None:
-        """Has nothing to say."""
-
     def note(self, step: Step) -> None:
         """Counts a step, unless its norm says nothing: it is not finite, or 0, or the step is skipped anyway."""
         gate, numbers = step.gate, self._numbers
@@ -195,10 +190,7 @@ class OutlierWatch:
     def refuse_capture(self, step: Step) -> None:
         numbers = step.groups[0].get(KEY, self._numbers)
         if not isinstance(numbers, Tensor) or numbers.device != step.ranks.device:
-            raise RuntimeError(
-                "FusedAdamS got the first step with outliers in the capture of a CUDA graph, which would set the "
-                "averages of the norms back in each replay. Take such a step before, on a side stream."
-            )
+            raise graphs.first_in_capture("with outliers", "the averages of the norms")
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Goes on with the loaded numbers. Where none were loaded the group has kept its own, of other steps."""

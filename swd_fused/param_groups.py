@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 NORMS = (
     nn.LayerNorm,
@@ -68,10 +66,6 @@ def param_groups(
             f"param_groups got a {type(model).__name__}, wanted a torch.nn.Module: names and classes of modules tell "
             "what decays. Pass the model itself, not its parameters."
         )
-    if weight_decay is not None and (not isinstance(weight_decay, (int, float)) or not 0 <= weight_decay < math.inf):
-        raise ValueError(
-            f"param_groups got weight_decay={weight_decay!r}, wanted a finite number that is not negative, or None."
-        )
     if not_corrected and not corrected_decay:
         raise ValueError(
             f"param_groups got not_corrected={not_corrected!r} without corrected_decay=True, which it is an exception "
@@ -79,13 +73,14 @@ def param_groups(
         )
     exempted, excepted = Patterns("no_decay", no_decay), Patterns("not_corrected", not_corrected)
     params: dict[Tensor, str] = {}
-    exempt: set[Tensor] = set()
-    without_norm: set[Tensor] = set()
-    embeddings: set[Tensor] = set()
-    others: set[Tensor] = set()
+    exempt, without_norm, embeddings, others = (set[Tensor]() for _ in range(4))
     by_modules = _no_decay_by_modules(model)
     for name, param, module in _owned_params(model):
-        _check(name, param)
+        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer "
+                "known. Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
+            )
         is_listed, is_excepted = exempted.match(name), excepted.match(name)
         if param.requires_grad or include_frozen:
             params.setdefault(param, name)
@@ -168,18 +163,6 @@ def _no_decay_by_modules(model: nn.Module) -> list[str]:
         if callable(listed):
             patterns += [f"{prefix}.{name}".lstrip(".") for name in listed()]
     return patterns
-
-
-def _check(name: str, param: Tensor) -> None:
-    if is_lazy(param):
-        raise ValueError(
-            f"param_groups got {name}, a parameter of a lazy module, which has no shape yet. Run the model once first."
-        )
-    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-        raise ValueError(
-            f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer known. "
-            "Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
-        )
 
 
 def _is_matrix(name: str, param: Tensor, module: nn.Module) -> bool:

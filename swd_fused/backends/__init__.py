@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from swd_fused import source_tree
 from swd_fused.backends.torch_backend import TorchBackend
 from swd_fused.backends.torch_backend import sums_of_squares as sums_of_squares  # for those who have no bucket
 from swd_fused.core.backend import Backend
@@ -86,7 +86,16 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
 
 
 def _how_to_get(name: str) -> str:
-    return source_tree.how_to_get_kernels() if name == "cpu" else HOW_TO_GET_TRITON
+    """Returns what a user who lacks fused kernels can do, as the end of a sentence."""
+    if name != "cpu":
+        return HOW_TO_GET_TRITON
+    root = Path(__file__).parents[2]
+    if (root / "setup.py").is_file() and (root / "csrc").is_dir():
+        return (
+            f"run `pip install -e .` in {root}, a source tree without kernels, which builds them there and needs a C++ "
+            "compiler. Or start Python in another folder, if an installed package has them."
+        )
+    return "run `pip install .` in a clone of swd_fused, without SWD_FUSED_NO_CPP; it needs a C++ compiler."
 
 
 def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:

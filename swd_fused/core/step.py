@@ -7,7 +7,7 @@ import math
 from itertools import chain, repeat
 from operator import attrgetter, is_not
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,28 +27,6 @@ if TYPE_CHECKING:
 
 
 GRAD = attrgetter("grad")
-
-
-class Observer(Protocol):
-    """Is told of finished steps, and may have something to say before the next one."""
-
-    needs_small_mean: bool  # whether steps whose mean calls for no warning need not be told
-    is_due: bool  # whether `speak` has something to do
-
-    def concerns(self, groups: Groups, options: Any) -> bool:
-        """Returns whether to be told of steps with these groups and options."""
-
-    def speak(self, groups: Groups) -> None:
-        """Warns, or changes groups, before a step that has written nothing yet."""
-
-    def note(self, step: Step) -> None:
-        """Takes up a step that has been taken or skipped."""
-
-    def refuse_capture(self, step: Step) -> None:
-        """Raises if a step that it is to be told of cannot be captured in a CUDA graph."""
-
-    def restart(self, entries: Groups, is_fresh: bool) -> None:
-        """Forgets the steps so far. `entries` are the defaults and the groups; `is_fresh` says that training begins."""
 
 
 class Step:

@@ -13,12 +13,13 @@ from swd_fused.core.ranks import collective_of
 from swd_fused.core.schedule import Gate, StepScalars
 from swd_fused.core.snapshot import Choose, Inputs, Snapshot, State
 from swd_fused.core.sources import FromCaller, FromCallerInParts, PassOne, Source, StepBefore, StepCall
-from swd_fused.core.step import Observer, Step
+from swd_fused.core.step import Step
 from swd_fused.core.values import Decay, Groups, GroupValues
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import from_host, to_device
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver
+from swd_fused.observer import Observer
 from swd_fused.options import Options
 
 # Wrappers that show the optimizer one group at a time come back to each of them.
@@ -161,10 +162,7 @@ class Stepper:
     def refuse_capture(self, step: Step) -> None:
         """Raises if a step cannot be captured in a CUDA graph because it would set a count back in each replay."""
         if step.gate.may_skip and self.skipped_steps.device != step.ranks.device:
-            raise RuntimeError(
-                "FusedAdamS got the first step that may be skipped in the capture of a CUDA graph, which would set "
-                "skipped_steps back in each replay. Take such a step before, on a side stream."
-            )
+            raise graphs.first_in_capture("that may be skipped", "skipped_steps")
 
     def leave_last_to_graphs(self, results: StepScalars | Tensor) -> None:
         """Keeps the last results in memory that graphs write as well.

@@ -26,9 +26,6 @@ SCHEDULED = {"lr", "betas"}  # what schedulers change
 class FollowedLr(Protocol):
     """Follows the learning rate of a group whose decay depends on those of the steps before."""
 
-    def begin(self) -> None:
-        """Warns of the learning rate of a step before it is taken."""
-
     def decay_lr(self) -> Tensor | None:
         """Returns the column `decay_lr` on the device, None where the group's row has it."""
 
@@ -202,8 +199,6 @@ class GroupValues:
                 self.followed[index] = followed
             if isinstance(lr, Tensor):
                 self.tensor_lrs.append((index, lr))
-            elif followed is not None:
-                followed.begin()
             can_change |= type(betas) is not tuple or any(isinstance(beta, Tensor) for beta in betas)
             self.rows.append(hyper_row(group, self._decay))
         self.harmless_mean = self._harmless_mean()
@@ -253,19 +248,15 @@ class GroupValues:
                 del self._tables[device]
         if rises:
             self.harmless_mean = self._harmless_mean()
-        if index in self.followed:
-            self.followed[index].begin()
         # At the end: whoever is interrupted before takes them up in the next step.
         seen["lr"], seen["betas"] = lr, betas
         return True
 
     def begin(self) -> None:
         """Checks learning rates that are tensors, which change in place, without waiting for a GPU."""
-        for index, lr in self.tensor_lrs:
+        for _, lr in self.tensor_lrs:
             if lr.is_cpu and not is_fake(lr):
                 check_tensor_lr(lr)
-            if index in self.followed:
-                self.followed[index].begin()
 
     def count_lrs(self, groups: Groups) -> None:
         """Counts the learning rates of a step that was taken, which groups may keep."""

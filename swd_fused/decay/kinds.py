@@ -12,25 +12,21 @@ may not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
+from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, message, one_of
 from swd_fused.devices import graphs
-from swd_fused.devices.transfer import from_host, is_fake, scalar_dtype
-from swd_fused.user_warning import warn_user
+from swd_fused.devices.transfer import from_host, scalar_dtype
 
 Group = Mapping[str, Any]
 Decay = Literal["scheduled", "decoupled", "independent", "l2"]
 Lr = TypeVar("Lr", float, Tensor)
 
 SO_FAR = "largest_lr_so_far"
-
-# By how much schedulers, and tensors of float32, may miss the peak that they are to reach.
-PEAK_ROUNDING = 1e-6
 
 # Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
 WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
@@ -151,8 +147,8 @@ def check_combination(group: Group) -> None:
     if kind == "l2" and (group["corrected_decay"] or group["cautious_decay"]):
         name = "corrected_decay" if group["corrected_decay"] else "cautious_decay"
         raise ValueError(
-            f"FusedAdamS got {name}=True with decay='l2', which acts on the gradient and takes no share of the weight "
-            "that could be corrected or left out. Use decay='decoupled' or 'scheduled'."
+            f"FusedAdamS got {name}=True with decay='l2', which acts on the gradient and takes no share of the weight. "
+            "Use decay='decoupled' or 'scheduled'."
         )
     if kind == "independent" and group["corrected_decay"]:
         raise ValueError(
@@ -160,10 +156,8 @@ def check_combination(group: Group) -> None:
             "rate already. Leave it out; or use decay='decoupled', which corrected_decay makes AdamC's."
         )
     if kind == "independent" and group["weight_decay"] >= 1:
-        raise ValueError(
-            f"FusedAdamS got weight_decay={group['weight_decay']!r} with decay='independent', wanted a number in "
-            "[0, 1): the share of a weight that a step removes. AdamW's value times its lr is a good choice."
-        )
+        wanted = "a number in [0, 1) with decay='independent', the share of a weight that a step removes"
+        raise ValueError(message("weight_decay", group["weight_decay"], wanted, "AdamW's value times its lr is usual."))
 
 
 def check_is_scheduled(adamw_weight_decay: object, kind: Decay) -> None:
@@ -192,7 +186,7 @@ def related_lr(group: Group, lr: Lr, largest: Lr) -> Lr:
 
 def largest_lr(group: Group, lr: float) -> float:
     """Returns the largest learning rate if this one counts. May wait for a device."""
-    return max(lr, _number(group[SO_FAR]), group["largest_lr"] or 0.0)
+    return max(lr, float(group[SO_FAR]), group["largest_lr"] or 0.0)
 
 
 class LargestLr:
@@ -202,21 +196,12 @@ class LargestLr:
         self._group, lr, so_far = group, group["lr"], group[SO_FAR]
         self._lr: Tensor | None = lr if isinstance(lr, Tensor) else None
         if self._lr is None:
-            group[SO_FAR] = _number(so_far) if isinstance(so_far, Tensor) else so_far
+            group[SO_FAR] = float(so_far)  # waits for a device, once
         elif not isinstance(so_far, Tensor) or so_far.device != self._lr.device:
             if graphs.is_capturing(self._lr.device):
-                raise RuntimeError(
-                    "FusedAdamS got the first step with this lr, whose largest value the decay depends on, in the "
-                    "capture of a CUDA graph, which would set it back in each replay. Take such a step before."
-                )
+                raise graphs.first_in_capture("with this lr", "the largest one, which the decay depends on,")
             group[SO_FAR] = _on_device(so_far, self._lr.device)
         self._so_far: Any = group[SO_FAR]  # where it is a tensor
-
-    def begin(self) -> None:
-        """Warns, before a step, of a learning rate that is larger than what was given. One on a GPU is not waited
-        for."""
-        if self._lr is None or (self._lr.is_cpu and not is_fake(self._lr)):
-            warn_of_larger(self._group, float(self._group["lr"]))
 
     def decay_lr(self) -> Tensor | None:
         """Returns on the device what takes the place of the learning rate before `weight_decay`. Of one that is a
@@ -245,25 +230,6 @@ def follow_lr(group: dict[str, Any]) -> LargestLr | None:
     return LargestLr(group) if is_related(group) else None
 
 
-def note_larger(groups: Sequence[dict[str, Any]]) -> None:
-    """Warns of learning rates on a device that were larger than what was given. Waits for the device."""
-    for group in groups:
-        if group["largest_lr"] is not None and isinstance(group[SO_FAR], Tensor):
-            warn_of_larger(group, _number(group[SO_FAR]))
-
-
-def warn_of_larger(group: dict[str, Any], lr: float) -> None:
-    """Warns, once, of a learning rate that is larger than what was given, which has no meaning any more."""
-    given = group["largest_lr"]
-    if given is None or lr <= given * (1 + PEAK_ROUNDING):
-        return
-    group["largest_lr"] = None
-    warn_user(
-        f"FusedAdamS got lr={lr:g} after largest_lr={given:g}, which was to be the largest. The decay is related to "
-        "the larger one from here on. Pass the peak of the schedule as largest_lr, or leave it out.",
-    )
-
-
 def _on_device(so_far: float | Tensor, device: torch.device) -> Tensor:
     """Returns a tensor with one dimension: those of float64 without any torch.compile takes for Python's numbers, and
     compiles twice."""
@@ -271,13 +237,3 @@ def _on_device(so_far: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(so_far, Tensor):
         return so_far.detach().reshape(1).to(device, dtype, copy=True)
     return from_host(torch.tensor([so_far], dtype=dtype, device="cpu"), device)
-
-
-def _number(so_far: float | Tensor) -> float:
-    """Waits for a device after another kind of `lr` was set, once."""
-    if isinstance(so_far, Tensor) and graphs.is_capturing(so_far.device):
-        raise RuntimeError(
-            "FusedAdamS got a number as lr in place of a tensor, in the capture of a CUDA graph, which cannot wait for "
-            "the largest learning rate so far. Take a step with that number before."
-        )
-    return float(so_far)

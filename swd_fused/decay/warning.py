@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from swd_fused.decay.kinds import FAR_BEYOND_ADAMW, SO_FAR, columns, divisor
 from swd_fused.devices.transfer import HostCopy, can_be_read_later, is_fake
+from swd_fused.observer import Groups, Observer
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
@@ -26,19 +26,11 @@ LRS = ("lr", SO_FAR)
 
 ADVICE = (
     "FusedAdamS divides weight_decay by the rms gradient, so values made for AdamW are far too large: pass those as "
-    "adamw_weight_decay=... instead, or to optimizer.match_adamw(weight_decay=...)."
+    "adamw_weight_decay=... instead, matched over enough calibration_steps, for instance the warm-up."
 )
 
 
-CALIBRATED_ADVICE = (
-    "It was matched to adamw_weight_decay when gradients were larger. Matched over more steps, with a larger "
-    "calibration_steps, for instance the warm-up, it is smaller."
-)
-
-Groups = Sequence[Mapping[str, Any]]
-
-
-class DecayWarning:
+class DecayWarning(Observer):
     """Looks at each step's mean until it has warned.
 
     The warning comes with the next step, before that changes anything: users may have turned warnings into errors, and
@@ -60,16 +52,9 @@ class DecayWarning:
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Starts looking anew. `is_fresh` is whether training begins here, so that the first steps are early ones."""
         self._start(EARLY_STEPS if is_fresh else 0)
-        self._note_calibration(entries)
 
     def concerns(self, groups: Groups, options: Any) -> bool:
-        self._note_calibration(groups)
         return not self._is_done and options.decay == "scheduled"
-
-    def _note_calibration(self, entries: Groups) -> None:
-        """Changes the advice for users who already gave the decay in AdamW's terms."""
-        if any(entry.get("adamw_weight_decay") is not None for entry in entries):
-            self._advice = CALIBRATED_ADVICE
 
     def note(self, step: Step) -> None:
         """Takes up the mean of a step that has been taken."""
@@ -101,9 +86,6 @@ class DecayWarning:
         if self._message is not None:
             message, self._message, self.is_due, self._is_done = self._message, None, False, True
             warn_user(message)
-
-    def refuse_capture(self, step: Step) -> None:
-        """Goes with captures: what is on a device then is not looked at."""
 
 
 def _message_on(values: list[float], groups: list[dict[str, Any]], is_early: bool, advice: str) -> str | None:

@@ -84,3 +84,11 @@ def check_prepared(devices: Iterable[torch.device]) -> None:
             "FusedAdamS got the first step of some parameters, or the first with other state, in the capture of a CUDA "
             "graph, which would start anew in each replay. Take such a step before, on a side stream."
         )
+
+
+def first_in_capture(step: str, reset: str) -> RuntimeError:
+    """Returns the error for a step that makes what later ones count in."""
+    return RuntimeError(
+        f"FusedAdamS got the first step {step} in the capture of a CUDA graph, which would set {reset} back in each "
+        "replay. Take such a step before, on a side stream."
+    )

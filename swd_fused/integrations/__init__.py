@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swd_fused.rms_grads import EVERY
+from swd_fused.metrics import EVERY
 
 
 class MetricsReader:

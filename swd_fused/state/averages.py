@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import local_tensor, sharded_like
-from swd_fused.state.master_weights import master_of
+from swd_fused.state.masters import master_of
 
 if TYPE_CHECKING:
     from swd_fused.core.backend import Backend

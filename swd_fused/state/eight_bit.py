@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import Sharding, is_dtensor
-from swd_fused.state.element_numbers import RANK_DISTANCE, ranks_before
-from swd_fused.state.rounding import LOW_32_BITS, as_int32, scrambled, scrambled_int32_
+from swd_fused.state.rounding import LOW_32_BITS, RANK_DISTANCE, as_int32, ranks_before, scrambled, scrambled_int32_
 
 BLOCK = 256
 PAIRS = BLOCK // 2  # of elements

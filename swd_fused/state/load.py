@@ -21,8 +21,8 @@ from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistribu
 from swd_fused.options import MASTER, REMAINDER, Options, check_group, check_tensor_lr
 from swd_fused.state import moments
 from swd_fused.state.averages import AVERAGE, average_dtype, convert_average
-from swd_fused.state.eight_bit import BLOCK, SCALES, STORED_DTYPES, scales_shape
-from swd_fused.state.master_weights import check_remainder, convert_master, with_remainder
+from swd_fused.state.eight_bit import SCALES, STORED_DTYPES, scales_shape
+from swd_fused.state.masters import convert_master
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype, tensors_of
 from swd_fused.state.operands import KEYS, SCALE_COLUMNS, STORED, StateColumns, as_real
 from swd_fused.state.other_libraries import as_adams
@@ -49,6 +49,10 @@ SAVED_DTYPES = {
     True: (torch.complex64, torch.complex128),
 }
 
+# These have one dtype each.
+FIXED_DTYPES = {**STORED_DTYPES, REMAINDER: torch.int16}
+
+NOT_NEGATIVE = (*MOMENTS[1:], *SCALES.values())
 
 LARGE = 1 << 18  # elements, from which on the backend says how a moment lies in memory
 
@@ -126,10 +130,7 @@ def initialized(
         for key in CODED:
             state.update(new_moment(key, param, group["state_dtype"], backend))
     elif missing:
-        raise RuntimeError(
-            f"FusedAdamS has state for a parameter of shape {tuple(param.shape)} with {_listed(state)}, but without "
-            f"{_listed(missing)}. Load a complete state dict, or start it afresh: del optimizer.state[param]."
-        )
+        raise _unusable(f"state with {_listed(state)}, but without {_listed(missing)}", "all of it or none", param)
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = _as_maxima(param, state, backend)
     convert_moments(state, param, group["state_dtype"], backend)
@@ -140,15 +141,20 @@ def initialized(
 
 def _check_entries(state: dict[str, Any], param: Tensor) -> None:
     """Refuses what a user has put into the state, unless a step can go on from it, and makes step counts tensors."""
-    for key in STORED:
-        if key in state and not isinstance(state[key], Tensor):
-            raise RuntimeError(
-                f"FusedAdamS has {key} of type {type(state[key]).__name__}, wanted a tensor, for a parameter of shape "
-                f"{tuple(param.shape)}. Load a state dict, or start it afresh: del optimizer.state[param]."
-            )
-    check_remainder(state, param, RuntimeError)
+    for key in state.keys() & STORED:
+        if not isinstance(state[key], Tensor):
+            raise _unusable(f"{key} of type {type(state[key]).__name__}", "a tensor", param)
+        if key in FIXED_DTYPES and state[key].dtype != FIXED_DTYPES[key]:
+            raise _unusable(f"{key} of {state[key].dtype}", str(FIXED_DTYPES[key]), param)
     if "step" in state:
         state["step"] = _checked_step(state["step"], param)
+
+
+def _unusable(got: str, wanted: str, param: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"FusedAdamS has {got}, wanted {wanted}, for a parameter of shape {tuple(param.shape)}. Load a state dict, or "
+        "start it afresh: del optimizer.state[param]."
+    )
 
 
 def _checked_step(step: object, param: Tensor) -> Tensor:
@@ -158,11 +164,7 @@ def _checked_step(step: object, param: Tensor) -> Tensor:
             return step.reshape(()) if step.dim() else step
     elif _is_count(step):
         return torch.tensor(float(step), dtype=torch.float32, device=param.device)  # type: ignore[arg-type]
-    raise RuntimeError(
-        f"FusedAdamS has step={step!r}, wanted a whole number >= 0 or a tensor with one, for a parameter of shape "
-        f"{tuple(param.shape)}. Set the number of steps that it has taken, or start it afresh: "
-        "del optimizer.state[param]."
-    )
+    raise _unusable(f"step={step!r}", "a whole number >= 0 or a tensor with one", param)
 
 
 def _is_count(step: object) -> bool:
@@ -187,55 +189,28 @@ def check_stored(params: Sequence[Tensor], columns: StateColumns, coded: Sequenc
     for name, column in columns._asdict().items():
         if name in SCALE_COLUMNS:
             for index in coded:
-                _check_stored(params[index], column[index], scales_shape(params[index].shape))
+                check_fits(params[index], column[index], scales_shape(params[index].shape))
         elif column and (list(map(SHAPE, column)) != shapes or list(map(DEVICE, column)) != devices):
             for param, tensor in zip(params, column, strict=True):
-                _check_stored(param, tensor, tuple(param.shape))
-    for index in coded:
-        for name, dtype in CODED_COLUMNS.items():
-            tensor = getattr(columns, name)[index]
-            if tensor.dtype != dtype:
-                raise RuntimeError(
-                    f"FusedAdamS has {KEYS[name][-1]} of {tensor.dtype}, wanted {dtype}, for a parameter of shape "
-                    f"{tuple(params[index].shape)}. Load the state anew, or start it afresh: del "
-                    "optimizer.state[param]."
-                )
+                check_fits(param, tensor, tuple(param.shape))
 
 
-CODED_COLUMNS = {name: STORED_DTYPES[keys[-1]] for name, keys in KEYS.items() if keys[-1] in STORED_DTYPES}
-
-
-def _check_stored(param: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def check_fits(param: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuses state of another shape, or on another device."""
     if tensor.shape != shape or tensor.device != param.device:
-        advice = (
-            "After replacing a parameter by another one delete its state: del optimizer.state[param]."
-            if tensor.shape != shape
-            else "After moving a model let its state follow: optimizer.load_state_dict(optimizer.state_dict())."
-        )
         raise RuntimeError(
             f"FusedAdamS has state of shape {tuple(tensor.shape)} on {tensor.device} for a parameter that now has "
-            f"shape {tuple(param.shape)} on {param.device}, wanted {shape} there. {advice}"
+            f"shape {tuple(param.shape)} on {param.device}, wanted {shape} there. After moving a model let its state "
+            "follow: optimizer.load_state_dict(optimizer.state_dict()). After replacing a parameter by another one "
+            "delete its state: del optimizer.state[param]."
         )
-
-
-def with_separate_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns state whose step counters are copies that share no memory.
-
-    The counters of a bucket are views of one tensor, and pickle, unlike torch.save and deepcopy, would write that whole
-    tensor for each of them.
-    """
-    return {
-        key: {**values, "step": values["step"].clone()}
-        if isinstance(key, Tensor) and isinstance(values.get("step"), Tensor)
-        else values
-        for key, values in state.items()
-    }
 
 
 # --- Loading
 
 
 def check_state_dict(state_dict: object) -> None:
+    """Refuses what is no state dict of an optimizer."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"load_state_dict got a {type(state_dict).__name__}, wanted what state_dict() returns.")
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
@@ -244,16 +219,14 @@ def check_state_dict(state_dict: object) -> None:
             f"load_state_dict got a dict with {_listed(state_dict)}, but without {_listed(missing)}. Pass what "
             "optimizer.state_dict() returned; in a training checkpoint it is one of the entries."
         )
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError(f"load_state_dict got a {type(state_dict['state']).__name__} as state, wanted a dict.")
     groups = state_dict["param_groups"]
-    if not isinstance(groups, Sequence) or not all(
-        isinstance(group, Mapping) and "params" in group for group in groups
-    ):
+    if not isinstance(groups, Sequence) or not all(isinstance(each, Mapping) and "params" in each for each in groups):
         raise ValueError('load_state_dict got param_groups that are not a list of dicts with a key "params".')
     for params in (group["params"] for group in groups):
         if not isinstance(params, Sequence) or not all(isinstance(key, Hashable) for key in params):
             raise ValueError(f"load_state_dict got params={params!r}, wanted a list of the parameters' numbers.")
-    if not isinstance(state_dict["state"], Mapping):
-        raise ValueError(f"load_state_dict got a {type(state_dict['state']).__name__} as state, wanted a dict.")
 
 
 def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
@@ -276,7 +249,7 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
                     plain.append((state, param, key))
                     by_param[param] = state
                     continue
-                state = with_remainder(as_adams(state))
+                state = as_adams(state)
                 if "step" in saved_group and state and "step" not in state:  # apex counts by group
                     state = {**state, "step": saved_group["step"]}
             if state:
@@ -311,72 +284,43 @@ def _check_saved(state: object, param: Tensor, key: object) -> None:
     missing = missing_keys(state)
     # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
     if missing and (len(missing) < len(REQUIRED) or any(isinstance(value, Tensor) for value in state.values())):
-        advice = (
-            "FusedAdamS continues its own state, that of torch's, bitsandbytes' and torchao's Adam and AdamW, and that "
-            "of the FusedAdam of apex, TransformerEngine and DeepSpeed."
-        )
-        if any(name in state for name in STORED_DTYPES):
-            advice = "It is damaged: codes and scales belong together."
         raise ValueError(
-            f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. {advice}"
+            f"The saved state of parameter {key} has {_listed(state)}, but no {_listed(missing)}. FusedAdamS continues "
+            "its own state, that of torch's, bitsandbytes' and torchao's Adam and AdamW, and that of the FusedAdam of "
+            "apex, TransformerEngine and DeepSpeed."
         )
-    shapes = {name: tuple(param.shape) for name in (MASTER, REMAINDER, AVERAGE) if name in state}
+    own_shape = tuple(param.shape)
+    shapes = {name: own_shape for name in (MASTER, REMAINDER, AVERAGE) if name in state}
     for moment in MOMENTS:
-        shapes.update(tensors_of(moment, tuple(param.shape), state))
+        shapes.update(tensors_of(moment, own_shape, state))
     for name, shape in shapes.items():
+        saved = f"The saved {name} of parameter {key}"
         if not isinstance(state[name], Tensor):
-            raise ValueError(
-                f"The saved {name} of parameter {key} is a {type(state[name]).__name__}, wanted a tensor of shape "
-                f"{shape}."
-            )
+            raise ValueError(f"{saved} is a {type(state[name]).__name__}, wanted a tensor of shape {shape}.")
         if state[name].shape != shape:
-            wanted = f"{tuple(param.shape)}"
-            if name in SCALES.values():
-                wanted += f", whose blocks of {BLOCK} elements have {shape}"
             raise ValueError(
-                f"The saved {name} of parameter {key} has shape {tuple(state[name].shape)}, the parameter has {wanted}."
-                " Load the state for the model that it was saved with."
+                f"{saved} has shape {tuple(state[name].shape)}, the parameter has {own_shape}, wanted {shape}. Load "
+                "the state for the model that it was saved with."
             )
-        _check_saved_tensor(name, local_tensor(state[name]), local_tensor(param), key)
-    _check_saved_codes(state, key)
-    check_remainder(state, param, ValueError)
-    _check_saved_step(state, local_tensor(param), key)
-
-
-def _check_saved_tensor(name: str, tensor: Tensor, param: Tensor, key: object) -> None:
-    wanted = SAVED_DTYPES[param.is_complex()]
-    # Codes, scales and remainders have one dtype each, which is checked by itself.
-    has_dtype = name in (*STORED_DTYPES, REMAINDER) or tensor.dtype in wanted
-    if tensor.layout != torch.strided or (is_fake(tensor) and not is_fake(param)) or not has_dtype:
-        raise ValueError(
-            f"The saved {name} of parameter {key} is a tensor of {tensor.dtype} and {tensor.layout} on "
-            f"{tensor.device}, wanted a dense one with memory, of one of {wanted}. Convert it before loading, with "
-            "its scales if it has any."
-        )
-    if name in MOMENTS[1:] and not is_fake(tensor) and tensor.numel() and bool(as_real(tensor).min() < 0):
-        raise ValueError(f"The saved {name} of parameter {key} has negative values: it is damaged.")
-
-
-def _check_saved_step(state: Mapping[str, Any], param: Tensor, key: object) -> None:
+        _check_saved_tensor(name, local_tensor(state[name]), local_tensor(param), saved)
     step = state.get("step", 0)
     is_traced = isinstance(step, Tensor) and is_fake(step)
-    if not (is_fake(param) if is_traced else _is_count(step)):
+    if not (is_fake(local_tensor(param)) if is_traced else _is_count(step)):
         raise ValueError(
             f"The saved step of parameter {key} is {step!r}, wanted a whole number >= 0 or a tensor with one: the "
             "number of steps that were taken."
         )
 
 
-def _check_saved_codes(state: Mapping[str, Any], key: object) -> None:
-    for name, dtype in STORED_DTYPES.items():
-        if name in state and state[name].dtype != dtype:
-            raise ValueError(
-                f"The saved {name} of parameter {key} has {state[name].dtype}, wanted {dtype}. The state dict is "
-                "damaged, or was converted: save and load it as it is."
-            )
-    for moment in CODED:
-        if SCALES[moment] in state and bool((local_tensor(state[SCALES[moment]]) < 0).any()):
-            raise ValueError(f"The saved {SCALES[moment]} of parameter {key} has negative values: it is damaged.")
+def _check_saved_tensor(name: str, tensor: Tensor, param: Tensor, saved: str) -> None:
+    wanted = (FIXED_DTYPES[name],) if name in FIXED_DTYPES else SAVED_DTYPES[param.is_complex()]
+    if tensor.layout != torch.strided or (is_fake(tensor) and not is_fake(param)) or tensor.dtype not in wanted:
+        raise ValueError(
+            f"{saved} is a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device}, wanted a dense one with "
+            f"memory, of {' or '.join(map(str, wanted))}. Convert it before loading, with its scales if it has any."
+        )
+    if name in NOT_NEGATIVE and not is_fake(tensor) and tensor.numel() and bool(as_real(tensor).min() < 0):
+        raise ValueError(f"{saved} has negative values: it is damaged.")
 
 
 def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:

@@ -1,24 +1,31 @@
-"""Saved state of bitsandbytes and torchao as that of torch.optim.Adam. Neither library is imported."""
+"""Saved state of bitsandbytes, torchao and TransformerEngine as ours. None of these is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swd_fused.distributed.sharding import local_tensor, sharded_like
+from swd_fused.options import MASTER, REMAINDER
 
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 
 
 def as_adams(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns saved state with moments that are tensors of numbers under Adam's names, or the state as it is."""
+    """Returns saved state with moments that are tensors of numbers under Adam's names, or the state as it is.
+
+    TransformerEngine saves the remainder of a master under the name of a master, in int16.
+    """
     result = {key: _dequantized(value) for key, value in state.items()}
     quantized = result.get(BITSANDBYTES)
     if isinstance(quantized, Mapping) and {"state1", "state2"} <= quantized.keys():
         del result[BITSANDBYTES]
         result["exp_avg"], result["exp_avg_sq"] = (_of_bitsandbytes(quantized, number) for number in "12")
+    if isinstance(result.get(MASTER), Tensor) and result[MASTER].dtype == torch.int16:
+        result[REMAINDER] = result.pop(MASTER)
     return result
 
 

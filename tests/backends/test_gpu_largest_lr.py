@@ -45,7 +45,6 @@ def test_replays_and_eager_steps_follow_one_learning_rate(backend: str, options:
 
 @pytest.mark.parametrize("options", KINDS)
 def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any]) -> None:
-    """And what a GPU has found to be larger than what was given is told when somebody waits for it anyway."""
     params, grads = random_params(SHAPES), random_grads(SHAPES, 5)
     optimizer = FusedAdamS(params, lr=torch.tensor(0.01), backend=backend, **options)
     run(params, grads[:2], optimizer)
@@ -55,9 +54,6 @@ def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any]) -> 
             param.grad = grad
         with no_waiting():
             optimizer.step()
-    if "largest_lr" in options:
-        with pytest.warns(UserWarning, match=r"lr=0\.03 after largest_lr=0\.02"):
-            optimizer.metrics()
     assert float(so_far(optimizer)) == float(torch.tensor(0.03))
     optimizer.metrics()
 
@@ -69,6 +65,6 @@ def test_a_capture_cannot_begin_to_follow(backend: str) -> None:
     run(params, random_grads(SHAPES, 1), optimizer)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="would set it back in each replay"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match=r"would set the largest one.* back in each replay"), torch.cuda.graph(graph):
         optimizer.step()
     assert so_far(optimizer) == 0.01

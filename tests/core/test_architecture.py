@@ -21,7 +21,7 @@ PACKAGE = ROOT / "swd_fused"
 # From bottom to top: a folder, or a file that is beside them, imports only what is below it, and what is in it. A
 # function may import from above when it is called: `import` in a function is not looked at.
 LAYERS = (
-    ("version", "user_warning", "source_tree", "checks", "param_groups"),
+    ("version", "user_warning", "checks", "param_groups", "observer"),
     ("devices",),
     ("decay",),
     ("options",),
@@ -31,7 +31,7 @@ LAYERS = (
     ("backends",),
     ("drivers",),
     ("averages", "clipping", "outliers"),
-    ("metrics", "rms_grads"),
+    ("metrics",),
     ("new_groups", "checkpoints"),
     ("optimizer",),
     ("adamw",),

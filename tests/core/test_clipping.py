@@ -151,7 +151,7 @@ def test_nothing_to_warn_of_without_a_schedule_or_clipping(options: dict[str, An
 def test_calibration_does_not_count() -> None:
     """There weights decay as AdamW's by intention."""
     calibrated = {"adamw_weight_decay": 0.1, "calibration_steps": 5}
-    ((step, _),) = messages_in(optimizer_of(**calibrated), [0.5] * 5 + [3.0] * (STEPS + 3))
+    ((step, _),) = messages_in(optimizer_of(**calibrated), [3.0] * (5 + STEPS + 3))
     assert step == 5 + STEPS
     assert messages_in(optimizer_of(**calibrated), [3.0] * STEPS + [0.5] * (STEPS + 3)) == []
 

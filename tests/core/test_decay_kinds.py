@@ -173,20 +173,10 @@ def test_one_cycle_lr_keeps_its_own_key() -> None:
 
 
 @numbers_and_tensors
-def test_a_learning_rate_above_the_given_peak_warns_once(new_lr: Callable[..., Any]) -> None:
-    optimizer, params = trained({**ADAMC, "largest_lr": 0.1}, [0.1, 0.05], new_lr)  # 0.1 is more in float32
+def test_a_learning_rate_above_the_given_peak_counts(new_lr: Callable[..., Any]) -> None:
+    optimizer, _ = trained({**ADAMC, "largest_lr": 0.1}, [0.1, 0.05], new_lr)
     assert optimizer.effective_weight_decay() == pytest.approx([0.5 * 0.5])
-    before = [param.detach().clone() for param in params]
-    optimizer.param_groups[0]["lr"] = new_lr(0.2)
-    set_grads(params, random_grads([(40,), (5, 7)], 1)[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=r"lr=0\.2 after largest_lr=0\.1"):
-            optimizer.step()
-        assert all(map(torch.equal, before, params))
-        for lr in (0.3, 0.15):
-            optimizer.param_groups[0]["lr"] = new_lr(lr)
-            optimizer.step()
+    optimizer, _ = trained({**ADAMC, "largest_lr": 0.1}, [0.1, 0.3, 0.15], new_lr)
     assert optimizer.effective_weight_decay() == pytest.approx([0.5 * 0.5])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS
 from swd_fused.backends import torch_backend
 from swd_fused.core import bucket
-from swd_fused.state.element_numbers import ElementNumbers, element_numbers
+from swd_fused.state.rounding import ElementNumbers, element_numbers
 from tests.runs import run
 
 SEED = 5

@@ -239,7 +239,7 @@ def test_damaged_numbers_are_refused_before_anything_is_written() -> None:
     run(params, [of_norm(1.0)], optimizer)
     before = copy.deepcopy(params)
     optimizer.param_groups[0][KEY] = torch.zeros(3)
-    with pytest.raises(ValueError, match=rf"got {KEY} of shape \(3,\) in a parameter group, wanted the 6 numbers"):
+    with pytest.raises(ValueError, match=rf"got {KEY}=.*, wanted the 6 numbers"):
         run(params, [of_norm(1.0)], optimizer)
     assert all(map(torch.equal, params, before))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from swd_fused import FusedAdamS
-from swd_fused.state.element_numbers import element_numbers
+from swd_fused.state.rounding import element_numbers
 from tests.distributed.ranks import on_ranks, once_on_ranks
 from tests.distributed.sharded_model import whole
 from tests.distributed.test_sharded_checkpoints import FORMS, load_one, save_one

@@ -23,7 +23,7 @@ class Columns(tl.constexpr):
 
 
 # Of `tensors` (int64): the addresses of the operands; whether all of them are aligned; the parameter group, the
-# tensor's number among all, and how its elements are numbered (see element_numbers.ElementNumbers.rows).
+# tensor's number among all, and how its elements are numbered (see state.rounding.ElementNumbers.rows).
 OPERANDS = ("param", "grad", *(name.removesuffix("s") for name in PARAM_COLUMNS))
 TENSOR = Columns(*OPERANDS, "aligned", "group", "number", "first_number", "row_length", "row_pitch")
 
