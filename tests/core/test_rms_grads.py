@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from swd_fused import FusedAdamS, FusedAdamW, rms_grads
+from swd_fused import FusedAdamS, FusedAdamW, metrics
 from swd_fused.backends import choose
 from swd_fused.drivers import release
 from swd_fused.state.eight_bit import CODES
@@ -84,7 +84,7 @@ def reads_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         raise AssertionError("moments were read")
 
     def begin(optimizer: FusedAdamS) -> None:
-        monkeypatch.setattr(rms_grads, "_stored_sum", refuse)
+        monkeypatch.setattr(metrics, "_stored_sum", refuse)
         kind = type(choose(optimizer.numbered_params()[0], optimizer.options))
         if backend == "triton":
             from swd_fused.backends.triton.plan import Plan
