@@ -11,18 +11,7 @@ from swd_fused import FusedAdamS
 from swd_fused.state.averages import AVERAGE
 from tests import definition, runs
 from tests.definition import AdamS, Group, MeanOfStepBefore
-from tests.runs import (
-    GROUPS,
-    defined,
-    error,
-    fused,
-    is_interpreted,
-    moments,
-    random_grads,
-    random_params,
-    run,
-    to_numpy,
-)
+from tests.runs import error, fused, moments, random_grads, random_params, run
 
 STEPS = 40
 
@@ -63,19 +52,19 @@ def close_to_definition(backend: str, kind: str, judge: type[AdamS] = AdamS) -> 
     """Gradients are missing now and then."""
     of_all, of_first = KINDS[kind]
     shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
-    given = [{key: value for key, value in group.items() if key not in of_all} for group in GROUPS]
+    given = [{key: value for key, value in group.items() if key not in of_all} for group in runs.GROUPS]
     groups = [{**given[0], **of_first}, given[1]]
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     kept = [Group(**{**{k: v for k, v in of_all.items() if k in vars(Group([]))}, **group}) for group in groups]
     judge = MeanOfStepBefore if "schedule" in of_all else judge
     decay, max_grad_norm = of_all.get("decay", "scheduled"), of_all.get("max_grad_norm")
-    reference = judge([to_numpy(param) for param in params], kept, max_grad_norm, decay)
+    reference = judge([runs.to_numpy(param) for param in params], kept, max_grad_norm, decay)
     optimizer = fused(params, groups, backend=backend, **of_all)
     for t, every in enumerate(grads):
         step_grads = [None if (i + t) % 5 == 1 else grad for i, grad in enumerate(every)]
         for own, group, start in zip(kept, optimizer.param_groups, groups, strict=True):
             own.lr = group["lr"] = LR_FACTORS[t % len(LR_FACTORS)] * start["lr"]
-        reference.step([None if grad is None else to_numpy(grad) for grad in step_grads])
+        reference.step([None if grad is None else runs.to_numpy(grad) for grad in step_grads])
         run(params, [step_grads], optimizer)
     apart = [error(params, reference.params), error([optimizer.grad_norm], [reference.grad_norm])]
     if decay == "scheduled":
@@ -150,10 +139,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dtype, amsgrad: bool) -> None:
     """Over hundreds of steps their error is at most twice that of plain PyTorch in the same dtype."""
     shapes = runs.shapes_for(backend)
-    steps = 10 if is_interpreted(backend) else 200
+    steps = 10 if runs.is_interpreted(backend) else 200
     start, grads = random_params(shapes, dtype), random_grads(shapes, steps, dtype)
     options = {"amsgrad": amsgrad, "max_grad_norm": 2.0}
-    reference = defined(start, grads, **options)
+    reference = runs.defined(start, grads, **options)
     errors = {}
     for name in ("torch", backend):
         params = [torch.nn.Parameter(param.detach().clone()) for param in start]
@@ -163,7 +152,7 @@ def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dty
             "param": error(params, reference.params),
             "exp_avg": error(moments(optimizer, params, "exp_avg"), reference.exp_avg),
             "exp_avg_sq": error(moments(optimizer, params, "exp_avg_sq"), reference.exp_avg_sq),
-            "mean": abs(float(to_numpy(optimizer.exp_avg_sq_mean) / reference.exp_avg_sq_mean - 1)),
+            "mean": abs(float(runs.to_numpy(optimizer.exp_avg_sq_mean) / reference.exp_avg_sq_mean - 1)),
         }
     for name in ("param", "exp_avg", "exp_avg_sq"):
         assert 0 < errors[backend][name] <= 2 * errors["torch"][name], (name, errors)
@@ -175,12 +164,12 @@ def test_kernels_are_as_accurate_as_plain_pytorch(backend: str, dtype: torch.dty
 @pytest.mark.backends(split=True)
 def test_groups_may_differ_in_everything(backend: str) -> None:
     groups = [
-        {**GROUPS[0], "amsgrad": True, "max_decay": 1e-6},
-        {**GROUPS[1], "weight_decay": 0.3, "maximize": True, "max_decay": 1.0},
+        {**runs.GROUPS[0], "amsgrad": True, "max_decay": 1e-6},
+        {**runs.GROUPS[1], "weight_decay": 0.3, "maximize": True, "max_decay": 1.0},
     ]
     shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
-    reference = defined(params, grads, groups)
+    reference = runs.defined(params, grads, groups)
     optimizer = fused(params, groups, backend=backend)
     with pytest.warns(UserWarning, match="max_decay=1e-06 binds in parameter group 0"):
         run(params, grads, optimizer)

@@ -53,13 +53,6 @@ def test_only_empty_tensors(backend: str) -> None:
     assert optimizer.state[params[0]]["step"] == 2
 
 
-# Around a vector, a block, a chunk, and several chunks of the kernels, and the torch backend's batch.
-@pytest.mark.parametrize("numel", [1, 7, 8, 9, 63, 65, 4095, 4096, 4097, 32767, 32769, 100_003, 131_073])
-@pytest.mark.backends(interpreted=False)
-def test_sizes_around_the_kernels_limits(backend: str, numel: int) -> None:
-    assert_as_defined(backend, [(numel,)], steps=3)
-
-
 # Around a vector, a block, what pass 1 has on its way, and the most that a segment holds.
 @pytest.mark.parametrize("numel", [1, 3, 4, 5, 511, 512, 513, 4095, 4096, 4097, 9000])
 @pytest.mark.backends(without=("torch", "cpu"), split=True)

@@ -212,8 +212,7 @@ def test_autograd_notices_weights_that_it_still_needs(backend: str) -> None:
 
 @pytest.mark.parametrize("in_the_middle", [False, True])
 def test_steps_before_and_after_released_ones_are_ordinary(backend: str, in_the_middle: bool) -> None:
-    """What a backend keeps from one lagged step to the next is not stale after a step that was released; nor if release
-    is removed in the middle of a step, which `step()` then ends as it has begun."""
+    """Nothing that a backend keeps is stale. If release is removed within a step, `step()` ends it as it has begun."""
     models = [new_model(), new_model()]
     optimizers = [new_optimizer(model, backend) for model in models]
     expected = train(models[1], optimizers[1], range(4))

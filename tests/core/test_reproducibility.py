@@ -186,8 +186,7 @@ def test_a_resumed_run_whose_gradients_are_aligned_otherwise(backend: str, sched
 @pytest.mark.parametrize("key", ["exp_avg_sq", "max_exp_avg_sq"])
 @pytest.mark.parametrize("schedule", ["exact", "lagged"])
 def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str, schedule: str, key: str) -> None:
-    """Resetting the moments in place, or replacing them, must not leave a stale sum behind. The state loaded anew is
-    what it must equal."""
+    """Moments that are reset in place, or replaced, leave no stale sum: the next step is that of the loaded state."""
     options: dict[str, Any] = {"schedule": schedule, "backend": backend, "amsgrad": key != "exp_avg_sq"}
     for write in (lambda state: state[key].mul_(100), lambda state: state.update({key: state[key] * 100})):
         shapes = shapes_for(backend)
@@ -209,8 +208,7 @@ def test_the_sum_is_rebuilt_when_someone_else_writes_to_the_state(backend: str, 
 def test_amsgrad_that_is_switched_between_steps_is_obeyed(
     backend: str, schedule: str, switched: tuple[bool, bool] | None
 ) -> None:
-    """Off and on again, where maxima are far above the second moments, in all groups or one; or one group's in exchange
-    for the other's. The state loaded anew is what it must equal."""
+    """Off and on again, or in exchange, where maxima are far above the second moments: as the state loaded anew."""
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.5), "schedule": schedule, "backend": backend}
     at_first = (True, True) if switched else (True, False)
     params = random_params(FEW)

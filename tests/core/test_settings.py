@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -92,24 +91,6 @@ def test_a_backend_set_later_takes_the_steps(backend: str, later: Any, schedule:
     run(as_it_was[0], grads[2:], as_it_was[1])
     assert all(map(torch.equal, params, others))
     assert all(map(torch.equal, params, as_it_was[0])) == (later == backend)
-
-
-def pickled(both: Any) -> Any:
-    return pickle.loads(pickle.dumps(both))
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
-def test_copies_check_as_well(again: Any) -> None:
-    params = random_params(SHAPES)
-    optimizer = FusedAdamS(params)
-    optimizer.max_grad_norm = 0.5
-    run(params, random_grads(SHAPES, 2), optimizer)
-    params, twin = again((params, optimizer))
-    assert twin.max_grad_norm == 0.5
-    with pytest.raises(ValueError, match=r'schedule="lagged" with max_grad_norm=0\.5'):
-        twin.schedule = "lagged"
-    twin.max_grad_norm, twin.schedule = None, "lagged"
-    run(params, random_grads(SHAPES, 2), twin)
 
 
 # --- With gradient release, whose next step may have begun

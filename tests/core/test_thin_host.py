@@ -101,25 +101,13 @@ def test_all_tensors_of_the_state_are_watched(
         assert len(described) == before + 1, (count, key)
 
 
-CHANGES: dict[str, Callable[[FusedAdamS, list[torch.nn.Parameter]], object]] = {
-    "memory of a parameter": lambda optimizer, params: setattr(params[0], "data", params[0].data.clone()),
-    "a write to a second moment": lambda optimizer, params: optimizer.state[params[0]]["exp_avg_sq"].mul_(2),
-    "state that is deleted": lambda optimizer, params: optimizer.state.pop(params[0]),
-    "an option": lambda optimizer, params: setattr(optimizer, "total_numel", 1000),
-    "another backend": lambda optimizer, params: setattr(optimizer, "backend", "torch"),
-    "a parameter in another group": lambda optimizer, params: optimizer.param_groups[1]["params"].insert(
-        0, optimizer.param_groups[0]["params"].pop()
-    ),
-    "a kind of state": lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_kernels_rely_on_is_watched(change: str, described: list[Snapshot]) -> None:
+def test_a_parameter_in_another_group_is_noticed(described: list[Snapshot]) -> None:
+    """Other tests show what comes of other changes: they go on as an optimizer that was built so."""
     params, grads = random_params(SHAPES), random_grads(SHAPES, 3)
     optimizer = FusedAdamS([{"params": params[:2]}, {"params": params[2:]}], backend="cpu")
     run(params, grads[:2], optimizer)
-    CHANGES[change](optimizer, params)
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
     run(params, grads[2:], optimizer)
     assert len(described) == 2
 

@@ -24,17 +24,7 @@ from swd_fused.distributed.collective import Collective
 from tests.definition import MeanOfStepBefore
 from tests.distributed import sharded_model
 from tests.distributed.ranks import counted_all_reduces, once_on_ranks
-from tests.distributed.sharded_model import (
-    LR,
-    MAX_GRAD_NORM,
-    VARIANTS,
-    Record,
-    defined,
-    distance,
-    new_model,
-    param_groups,
-    train,
-)
+from tests.distributed.sharded_model import LR, VARIANTS, Record, distance, new_model, param_groups, train
 
 TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
@@ -120,7 +110,7 @@ def own_shard_only(run: Callable[[], tuple[Record, list[int]]]) -> tuple[Record,
         Collective.__init__, Collective.total = right, total  # type: ignore[method-assign]
 
 
-CLIP = {"max_grad_norm": MAX_GRAD_NORM}
+CLIP = {"max_grad_norm": sharded_model.MAX_GRAD_NORM}
 OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": CLIP,
     "torch backend": {**CLIP, "backend": "torch"},
@@ -154,7 +144,7 @@ def results(size: int) -> list[dict[str, Any]]:
 def expected(options: str) -> Record:
     given = OPTIONS[options]
     definition = {"definition": MeanOfStepBefore} if "schedule" in given else {}
-    return defined(given.get("max_grad_norm"), **definition, **(VARIANTS if "amsgrad" in given else {}))
+    return sharded_model.defined(given.get("max_grad_norm"), **definition, **(VARIANTS if "amsgrad" in given else {}))
 
 
 RUNS = [(size, layout.__name__, options) for size in LAYOUTS for layout in LAYOUTS[size] for options in OPTIONS]

@@ -25,30 +25,19 @@ from torch.distributed.tensor import DTensor
 from swd_fused import FusedAdamS
 from swd_fused.outliers import KEY
 from tests.definition import MeanOfStepBefore
+from tests.distributed import sharded_model
 from tests.distributed.ranks import on_ranks
-from tests.distributed.sharded_model import (
-    GROUPS,
-    LR,
-    MAX_GRAD_NORM,
-    STEPS,
-    VARIANTS,
-    Record,
-    defined,
-    distance,
-    new_model,
-    param_groups,
-    train,
-    whole,
-)
+from tests.distributed.sharded_model import LR, STEPS, VARIANTS, Record, distance, new_model, param_groups, train
 
 # `side` has no gradient in step 4. A lagged mean is over those that took the step before, which loaded state does not
 # tell, so that run is interrupted where they are the same.
 HALF = {"exact": 5, "amsgrad": 5, "lagged": 6, "outliers": 5}
+CLIP = {"max_grad_norm": sharded_model.MAX_GRAD_NORM}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "exact": {"max_grad_norm": MAX_GRAD_NORM},
-    "amsgrad": {"max_grad_norm": MAX_GRAD_NORM, **VARIANTS},
+    "exact": CLIP,
+    "amsgrad": {**CLIP, **VARIANTS},
     "lagged": {"schedule": "lagged"},
-    "outliers": {"max_grad_norm": MAX_GRAD_NORM, "outliers": "clip"},  # of which there are none in the first 25 steps
+    "outliers": {**CLIP, "outliers": "clip"},  # of which there are none in the first 25 steps
 }
 FORMS = {
     "sharded": StateDictOptions(),
@@ -89,7 +78,8 @@ def save(directory: Path) -> dict[str, Any]:
 
 
 def whole_state(optimizer: Any, model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    return [{k: whole(v).clone() for k, v in optimizer.state[param].items()} for param in model.parameters()]
+    states = [optimizer.state[param] for param in model.parameters()]
+    return [{key: sharded_model.whole(value).clone() for key, value in state.items()} for state in states]
 
 
 def save_one(path: Path, model: nn.Module, optimizer: Any, form: str, options: StateDictOptions) -> None:
@@ -169,8 +159,8 @@ def resumed(request: pytest.FixtureRequest, saved: tuple[Path, list[dict[str, An
 
 def uninterrupted(name: str) -> Record:
     if name == "lagged":
-        return defined(None, MeanOfStepBefore)
-    return defined(**(VARIANTS if name == "amsgrad" else {}))
+        return sharded_model.defined(None, MeanOfStepBefore)
+    return sharded_model.defined(**(VARIANTS if name == "amsgrad" else {}))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -196,7 +186,7 @@ def test_adamws_distributed_checkpoints_load(
     """By way of an AdamW, since torch's loaders insist on the entries in the groups of whoever saved."""
     for answers in resumed:
         moments, decays, messages = answers[f"adamw, {form}"]
-        assert decays == [group["weight_decay"] for group in GROUPS]
+        assert decays == [group["weight_decay"] for group in sharded_model.GROUPS]
         assert any("for AdamW's decoupled decay" in message for message in messages)
         for own, adamw in zip(moments, saved[1][0]["adamw"], strict=True):
             assert all(torch.equal(own[key], adamw[key]) for key in ("step", "exp_avg", "exp_avg_sq"))

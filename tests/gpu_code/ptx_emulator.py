@@ -17,20 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from . import ptx_compute
 from .ptx_access import compile_atomic, compile_load, compile_store
 from .ptx_bits import compile_bit_field, compile_permute, compile_shift
-from .ptx_compute import (
-    BINARY,
-    UNARY,
-    compile_binary,
-    compile_compare,
-    compile_convert,
-    compile_divide,
-    compile_move,
-    compile_multiply,
-    compile_select,
-    compile_unary,
-)
 from .ptx_memory import AccessError, Memory, Statistics, span_of
 from .ptx_parser import Instruction, Parameter, parse
 from .ptx_races import RaceError, Races
@@ -44,20 +33,20 @@ __all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics", "span_o
 Compiler = Callable[[Instruction, Operands], Execute]
 
 COMPILERS: dict[str, Compiler] = {
-    **dict.fromkeys(UNARY, compile_unary),
-    **dict.fromkeys(BINARY, compile_binary),
-    **dict.fromkeys(("mul", "mad", "fma"), compile_multiply),
+    **dict.fromkeys(ptx_compute.UNARY, ptx_compute.compile_unary),
+    **dict.fromkeys(ptx_compute.BINARY, ptx_compute.compile_binary),
+    **dict.fromkeys(("mul", "mad", "fma"), ptx_compute.compile_multiply),
     **dict.fromkeys(("shl", "shr"), compile_shift),
     "atom": compile_atomic,
     "ld": compile_load,
     "st": compile_store,
-    "mov": compile_move,
-    "div": compile_divide,
+    "mov": ptx_compute.compile_move,
+    "div": ptx_compute.compile_divide,
     "bfe": compile_bit_field,
     "prmt": compile_permute,
-    "setp": compile_compare,
-    "selp": compile_select,
-    "cvt": compile_convert,
+    "setp": ptx_compute.compile_compare,
+    "selp": ptx_compute.compile_select,
+    "cvt": ptx_compute.compile_convert,
     "shfl": compile_shuffle,
     "redux": compile_warp_reduction,
 }
