@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn
 
@@ -33,15 +34,15 @@ GATHERED_BYTES = 4 << 20
 NO_GATE = Gate()
 
 
+@dataclass
 class ReleasedStep:
     """Holds a step that backward passes take, until `optimizer.step()` ends it."""
 
-    def __init__(self, step: Step, keeps_gradients: bool) -> None:
-        self.step = step
-        self.keeps_gradients = keeps_gradients  # no parameter has taken a step yet, and a first step is exact
-        self.stepped: set[int] = set()  # ids of parameters
-        self.gathered: dict[int, Tensor] = {}  # by id
-        self.gathered_bytes = 0
+    step: Step
+    keeps_gradients: bool  # no parameter has taken a step yet, and a first step is exact
+    stepped: set[Tensor] = field(default_factory=set)
+    gathered: dict[Tensor, None] = field(default_factory=dict)  # an ordered set
+    gathered_bytes: int = 0
 
 
 class GradientRelease:
@@ -57,8 +58,7 @@ class GradientRelease:
         refuse_late_reduction(params_of(groups))
         self._stepper = stepper
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._hooks: dict[int, GradientHook] = {}  # by id of the parameter
-        self._watched: list[Tensor] = []  # the parameters that these ids belong to
+        self._hooks: dict[Tensor, GradientHook] = {}
         self._accumulating = 0
         self._knows_wrappers = False
         self._begun: ReleasedStep | None = None
@@ -104,16 +104,14 @@ class GradientRelease:
     def watch(self, groups: Groups, state: State) -> None:
         """Hooks the present parameters only: groups may have been added, and tensors replaced by wrappers."""
         self._groups, self._state = groups, state
-        by_id = {id(p): (p, group) for group in groups for p in group["params"] if p.requires_grad}
-        for gone in self._hooks.keys() - by_id.keys():
+        group_of = {param: group for group in groups for param in group["params"] if param.requires_grad}
+        for gone in self._hooks.keys() - group_of.keys():
             self._hooks.pop(gone).remove()
-        for number in by_id.keys() - self._hooks.keys():
-            param, group = by_id[number]
+        for param in group_of.keys() - self._hooks.keys():
             # Alike on all ranks, so that they step together what may have to be redistributed among them.
-            sharding = sharding_in(group, param, self._stepper.sharded_over)
+            sharding = sharding_in(group_of[param], param, self._stepper.sharded_over)
             size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
-            self._hooks[number] = GradientHook(self, param, size)
-        self._watched = [param for param, _ in by_id.values()]
+            self._hooks[param] = GradientHook(self, param, size)
 
     def forget(self) -> None:
         """Drops a step that was begun, after other state was loaded."""
@@ -131,12 +129,12 @@ class GradientRelease:
             begun = self._begin()
             if begun.keeps_gradients:
                 return
-            if id(param) in begun.stepped or id(param) in begun.gathered:
+            if param in begun.stepped or param in begun.gathered:
                 refuse_second_gradient(param)
-            begun.gathered[id(param)] = param
+            begun.gathered[param] = None
             begun.gathered_bytes += size
             if begun.gathered_bytes >= GATHERED_BYTES:
-                self._update(begun, list(begun.gathered.values()))
+                self._update(begun, list(begun.gathered))
 
     @_disable_dynamo
     def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
@@ -155,7 +153,7 @@ class GradientRelease:
         begun, params = self._begin(), params_of(groups)
         rest = [param for param in params if param.grad is not None]
         for param in rest:
-            if id(param) in begun.stepped:
+            if param in begun.stepped:
                 refuse_second_gradient(param)
         begun.step.is_partial = False
         try:
@@ -181,15 +179,15 @@ class GradientRelease:
 
     def _update(self, begun: ReleasedStep, params: list[Tensor]) -> None:
         """Steps these parameters and frees their gradients, unless no parameter has taken a step yet."""
-        every, ids = params_of(self._groups), set(map(id, params))
-        grads = [param.grad if id(param) in ids else None for param in every]
+        every, now = params_of(self._groups), set(params)
+        grads = [param.grad if param in now else None for param in every]
         self._order.begin(params)
         try:
             if not begun.step.update(every, grads):
                 begun.keeps_gradients = True
                 return
             self._order.end(params)
-            begun.stepped |= ids
+            begun.stepped |= now
             for param in params:
                 param.grad = None
         finally:
