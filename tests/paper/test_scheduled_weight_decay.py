@@ -106,6 +106,18 @@ def test_of_adam_equals_fused_adams_with_gradients_that_come_and_go(dtype: torch
     assert own.effective_weight_decay() == pytest.approx(other.effective_weight_decay(), rel=tolerance)
 
 
+def test_each_group_decays_by_its_own_lambda() -> None:
+    params = random_params([(9,), (5,)], torch.float64)
+    twins = copy.deepcopy(params)
+    grads = random_grads([(9,), (5,)], 10, torch.float64)
+    lambdas = (1e-2, 1e-3)
+    own = [{"params": [param], LAMBDA: value} for param, value in zip(params, lambdas, strict=True)]
+    others = [{"params": [param], "weight_decay": value} for param, value in zip(twins, lambdas, strict=True)]
+    run(params, grads, ScheduledWeightDecay(torch.optim.Adam(own)))
+    run(twins, grads, FusedAdamS(others))
+    torch.testing.assert_close(params, twins, rtol=1e-13, atol=1e-13)
+
+
 def test_complex_parameters_count_as_pairs_of_reals() -> None:
     start = torch.randn(6, dtype=torch.complex128)
     grads = [torch.randn(6, dtype=torch.complex128) for _ in range(10)]
