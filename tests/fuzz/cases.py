@@ -110,6 +110,7 @@ def _shape(rng: random.Random, small: bool) -> tuple[int, ...]:
 
 def _group(rng: random.Random) -> dict[str, Any]:
     lr = rng.choice([1e-3, 1e-2, 0.1, 10 ** rng.uniform(-4, -1), 0.0])
+    ema_decay = rng.choice([None, None, 0.0, 0.9, 0.999])
     return {
         "lr": lr,
         "tensor_lr": rng.random() < 0.15,
@@ -122,6 +123,8 @@ def _group(rng: random.Random) -> dict[str, Any]:
         "cautious_decay": rng.random() < 0.25,
         "corrected_decay": rng.random() < 0.25,
         "largest_lr": rng.choice([None, None, 0.02]),
+        "ema_decay": ema_decay,
+        "ema_warmup": ema_decay is not None and rng.random() < 0.5,
     }
 
 

@@ -37,6 +37,7 @@ class Start(NamedTuple):
     param: Array
     exp_avg: Array
     exp_avg_sq: Array
+    ema_param: Array
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -173,6 +174,10 @@ def check_stepped(
     if group.cautious_decay:  # an update that is zero but for rounding may have either sign
         undecided = abs(judge.exp_avg[i]) <= exp_avg_bound + quantum(computed)
         bound = bound + undecided * judge.shrink(group, judge.exp_avg_sq_mean) * abs(start.param)
+    if group.ema_decay is not None:
+        weight = 1 - judge.ema_decay(group, i)
+        average_bound = weight * bound + u * (abs(start.ema_param) + abs(judge.params[i]))
+        check_close(f"{name}: its average", state["ema_param"], judge.ema_param[i], average_bound)
     master = master_of(param, state)
     if "master_param" not in state and "master_remainder" not in state:
         check_close(name, param, judge.params[i], bound)

@@ -67,7 +67,8 @@ class Session:
     def step(self, step: StepSpec, grads: list[Tensor | None], skip: bool) -> None:
         """With the gradients given, as they are, times the loss scale that `step` has."""
         before, judge = self.trained.snapshot(), self._judge()
-        starts = [Start(*start) for start in zip(judge.params, judge.exp_avg, judge.exp_avg_sq, strict=True)]
+        held = judge.params, judge.exp_avg, judge.exp_avg_sq, judge.ema_param
+        starts = [Start(*start) for start in zip(*held, strict=True)]
         scale = np.longdouble(1.0 if step.loss_scale is None else step.loss_scale)
         rule, has_grads = self._rule(), any(grad is not None for grad in grads)
         with np.errstate(all="ignore"):
@@ -147,6 +148,8 @@ class Session:
                 judge.exp_avg[i], judge.exp_avg_sq[i] = (coded.numbers(state, key) for key in ("exp_avg", "exp_avg_sq"))
                 maxima = state.get("max_exp_avg_sq")
                 judge.max_exp_avg_sq[i] = judge.exp_avg_sq[i] if maxima is None else to_wide(maxima)
+                if "ema_param" in state:
+                    judge.ema_param[i] = to_wide(state["ema_param"])
         return judge
 
     def _rule(self) -> Rule | None:
@@ -212,7 +215,7 @@ class Session:
             if not same_bits(param, before[0][i]):
                 raise DifferenceError(f"{what} has changed parameter {i}")
             if zeros_are_nothing and not before[1][i]:
-                rest = [value for key, value in state.items() if key != "master_param"]
+                rest = [value for key, value in state.items() if key not in ("master_param", "ema_param")]
                 if any(value.any() for value in rest):
                     raise DifferenceError(f"{what} has left state of parameter {i}: {state}")
             elif zeros_are_nothing:
