@@ -32,8 +32,7 @@ SO_FAR = "largest_lr_so_far"
 WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
 
 # Nobody uses so large a decay with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when
-# training of its models begins; AdamW's 0.1, typed out of habit, acts like 161 in a small
-# language model.
+# training of its models begins; AdamW's 0.1, typed out of habit, acts like 161 in a small language model.
 FAR_BEYOND_ADAMW = 10.0
 
 MAX_DECAY = Check(

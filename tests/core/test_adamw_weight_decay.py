@@ -130,7 +130,7 @@ def test_a_decay_that_binds_as_the_learning_rate_rises_warns() -> None:
 
 
 def test_the_papers_values_do_not_warn() -> None:
-    """Its models have rms gradients of 2e-3 and more, see benchmarks/early_decay.py. A large one clipped to 1 warns."""
+    """Its models have rms gradients of 2e-3 and more. A large one clipped to 1 warns."""
     trained(1, 2e-3, 5e-4)
     with pytest.warns(UserWarning, match=r"acts like 15\.\d in AdamW"):
         trained(1, 3.2e-5, 5e-4)
