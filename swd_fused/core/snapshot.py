@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -71,8 +70,6 @@ class Snapshot:
         self._choose = choose
         self._is_distributed = is_distributed()
         self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
-        self._steps: list[Tensor] = []  # the state's own counts, from `commit` on
-        self._followers: dict[int, ref[Tensor]] = {}  # of step counts, by the parameter's number
         self._grad_guards: Any = None  # of all gradients, once they have been seen together
         self._entries, members = self._new_entries(groups, state, grads)
         self._has_views = not are_plain(self._entries.params)
@@ -208,43 +205,17 @@ class Snapshot:
         self._grad_forms = forms_of(looks)
         self._hand_over(grads, addresses, present)
 
-    def commit(self, state: State, earlier: Sequence[Snapshot]) -> None:
-        """Makes the staged state the optimizer's. Nothing is refused after this.
-
-        Step counts that it replaces follow the new ones if somebody else holds them: torch's
-        `swap_in_optimizer_params_and_state` puts its own into the state, and expects steps to be counted in place.
-        Counts that `earlier` snapshots have put there are ours, and hand on their own followers.
-        """
-        ours = {
-            (id(owned), id(step)): other._followers.get(number)
-            for other in earlier
-            for number, owned, step in zip(other._entries.numbers, other._entries.owned, other._steps, strict=True)
-        }
-        self._steps = [staged["step"] for staged in self._entries.staged]
-        for number, _, param, owned, staged in zip(*self._entries, strict=True):
+    def commit(self, state: State) -> None:
+        """Makes the staged state the optimizer's. Nothing is refused after this."""
+        for _, _, param, owned, staged in zip(*self._entries, strict=True):
             state[param] = owned
-            if owned is staged:
-                continue
-            step = owned.get("step")
-            if isinstance(step, Tensor) and step is not staged["step"] and not step.is_inference():
-                follower = ours.get((id(owned), id(step)), ref(step))
-                if follower is not None:
-                    self._followers[number] = follower
-            for key in owned.keys() - staged.keys():
-                del owned[key]
-            owned.update(staged)
+            if owned is not staged:
+                for key in owned.keys() - staged.keys():
+                    del owned[key]
+                owned.update(staged)
         self._entries = self._entries._replace(staged=self._entries.owned)
         held = chain.from_iterable(entry.values() if isinstance(entry, dict) else () for entry in state.values())
         self._held = [*state, *held, *END]
-
-    def _advance_followers(self) -> None:
-        """Copies the step counts to whoever follows them, after a step. Most have no owner but the state, and are gone
-        by then."""
-        alive = {number: step for number, follower in self._followers.items() if (step := follower()) is not None}
-        self._followers = {number: self._followers[number] for number in alive}
-        own = dict(zip(self._entries.numbers, self._steps, strict=True))
-        if alive:
-            torch._foreach_copy_(list(alive.values()), [own[number] for number in alive])
 
     def left_is_stale(self, inputs: Inputs) -> bool:
         """Returns whether the sums that the last step left are no longer those of the optimizer's second moments, or
@@ -307,8 +278,6 @@ class Snapshot:
             bucket.grads = []
             if bucket.backend.counts_writes or bucket.plan.copies:
                 self.note_versions()
-        if self._followers and not self.are_captured:  # a graph would go on writing to followers that are gone
-            self._advance_followers()
 
     def note_versions(self) -> None:
         """Accepts the second moments as they are."""

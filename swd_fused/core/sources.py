@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from swd_fused.checks import is_number, is_whole
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.ranks import collective_of, sharding_in
 from swd_fused.core.schedule import Gate, Sums
@@ -298,62 +298,48 @@ class StepCall(NamedTuple):
 
         NaN is what bad gradients have, and only for steps that may be skipped. A sum on a GPU is not waited for.
         """
-        grad_sumsq, numel = self.grad_sumsq, self.numel
-        if isinstance(grad_sumsq, Tensor):
-            if is_dtensor(grad_sumsq):  # the square of what clip_grad_norm_ returns for sharded models
-                grad_sumsq = full_tensor(grad_sumsq)
-            if grad_sumsq.numel() != 1:
-                raise ValueError(f"step got grad_sumsq of shape {tuple(grad_sumsq.shape)}, wanted one number.")
-            value = grad_sumsq.detach().reshape(())
-            number = float(value) if can_be_read(value) else 0.0
-            value = to_device(value, device, scalar_dtype(device))
-        elif isinstance(grad_sumsq, Real) and not isinstance(grad_sumsq, bool):
-            number = float(grad_sumsq)
-            value = torch.full((), number, dtype=scalar_dtype(device), device=device)
-        else:
-            number = -1.0
-        may_skip = self.found_inf is not None or options.skip_nonfinite
-        if not (number >= 0 or (may_skip and math.isnan(number))):
+        given, numel = self.grad_sumsq, self.numel
+        if isinstance(given, Tensor):  # of a sharded model, what clip_grad_norm_ returns is a DTensor
+            given = (full_tensor(given) if is_dtensor(given) else given).detach()
+        if not self._is_sum(given, options.skip_nonfinite):
             raise ValueError(
-                f"step got grad_sumsq={grad_sumsq!r}, wanted a number >= 0, the square of the gradients' norm. NaN is "
-                "for optimizers that may skip a step: skip_nonfinite=True."
+                f"step got grad_sumsq={given!r}, wanted one number >= 0, the square of the gradients' norm. NaN is for "
+                "optimizers that may skip a step: skip_nonfinite=True."
             )
-        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel <= 0):
-            raise ValueError(
-                f"step got numel={numel!r}, wanted the number of elements that grad_sumsq is the sum over."
-            )
+        if numel is not None and not is_whole(numel, 1):
+            raise ValueError(f"step got numel={numel!r}, wanted how many elements grad_sumsq is the sum over.")
         _check_use_of_sum(groups, options)
-        return value
+        value = (
+            given.reshape(()) if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device="cpu")
+        )
+        return to_device(value, device, scalar_dtype(device))
+
+    def _is_sum(self, given: object, skips_nonfinite: bool) -> bool:
+        if isinstance(given, Tensor):
+            if given.numel() != 1 or not can_be_read(given):
+                return given.numel() == 1
+            given = float(given)
+        may_be_nan = skips_nonfinite or self.found_inf is not None
+        return (is_number(given) and given >= 0) or (may_be_nan and isinstance(given, float) and math.isnan(given))
 
 
 def _check_use_of_sum(groups: Groups, options: Options) -> None:
     """Refuses a sum of squared gradients from which the mean does not follow."""
+    problem = None
     if options.schedule == "lagged":
-        raise ValueError(
-            'step got grad_sumsq with schedule="lagged", which looks at no gradient of this step. '
-            'Use schedule="exact": with grad_sumsq it reads memory just as often.'
-        )
-    if any(group["amsgrad"] for group in groups):
-        raise ValueError(
-            "step got grad_sumsq with amsgrad=True, whose maxima do not follow from it. Call step() without."
-        )
-    beta2s = {float(group["betas"][1]) for group in groups}
-    corrects_bias = {group["bias_correction"] for group in groups}
-    for name, values in (("betas", beta2s), ("bias_correction", corrects_bias)):
-        if len(values) > 1:
-            raise ValueError(
-                f"step got grad_sumsq with groups of different {name}, {sorted(values)}: how the sum is spread over "
-                "them would have to be known too. Call step() without, or use one value."
-            )
+        problem = 'schedule="lagged", which looks at no gradient of this step. Use "exact", which reads no more with it'
+    elif any(group["amsgrad"] for group in groups):
+        problem = "amsgrad=True, whose maxima do not follow from it. Call step() without"
+    elif len({(float(group["betas"][1]), group["bias_correction"]) for group in groups}) > 1:
+        problem = "groups of different betas or bias_correction, whose shares of it are unknown. Call step() without"
+    if problem is not None:
+        raise ValueError(f"step got grad_sumsq with {problem}.")
 
 
 def provided(given: object) -> tuple[Any, Any]:
     """Returns what a `grad_sumsq_provider` has returned: grad_sumsq and numel, as `step` takes them."""
     if not (isinstance(given, tuple) and len(given) == 2):
-        raise ValueError(
-            f"grad_sumsq_provider returned {given!r}, wanted a pair: what step takes as grad_sumsq, and as numel or "
-            "None."
-        )
+        raise ValueError(f"grad_sumsq_provider returned {given!r}, wanted a pair: grad_sumsq, and numel or None.")
     return given
 
 

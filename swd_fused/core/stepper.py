@@ -138,7 +138,7 @@ class Stepper:
         if last is not None and last.left_is_stale(inputs):
             self._step_before.forget()
         if is_new:
-            snapshot.commit(inputs.state, self._kept)
+            snapshot.commit(inputs.state)
             if last is not None:
                 snapshot.take_over(last)
         others = [kept for kept in self._kept if kept is not snapshot and not kept.shares_params_with(inputs.params)]

@@ -26,20 +26,19 @@ def _expands(param: Tensor) -> bool:
 
 def _check_param(param: Tensor) -> None:
     if not (param.is_floating_point() or param.is_complex()):
-        raise ValueError(
-            f"FusedAdamS got a parameter of dtype {param.dtype} and shape {tuple(param.shape)}, wanted a "
-            "floating-point or complex one. Leave it out of the parameter list, or convert it."
+        problem = "is neither floating-point nor complex. Leave it out, or convert it"
+    elif param.is_conj() or param.is_neg():
+        problem = "is a lazily conjugated or negated view. Make it from tensor.resolve_conj().resolve_neg()"
+    elif 0 in param.stride() and _expands(param):
+        problem = (
+            "has elements that share memory. Make it from tensor.contiguous(), or train the tensor that it expands"
         )
-    if param.is_conj() or param.is_neg():
-        raise ValueError(
-            f"FusedAdamS got a parameter of shape {tuple(param.shape)} that is a lazily conjugated or negated view, "
-            "wanted one with values of its own. Make the parameter from tensor.resolve_conj().resolve_neg()."
-        )
-    if 0 in param.stride() and param.numel() and _expands(param):
-        raise ValueError(
-            f"FusedAdamS got a parameter of shape {tuple(param.shape)} and strides {param.stride()}, wanted one whose "
-            "elements have memory of their own. Make the parameter from tensor.contiguous(), or train what it expands."
-        )
+    else:
+        return
+    raise ValueError(
+        f"FusedAdamS got a parameter of {param.dtype}, shape {tuple(param.shape)} and strides {param.stride()}, which "
+        f"{problem}."
+    )
 
 
 GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

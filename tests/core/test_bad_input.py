@@ -277,9 +277,9 @@ def one() -> torch.nn.Parameter:
         (
             lambda: [torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)],
             ValueError,
-            r"dtype torch.int64 .* wanted a floating-point",
+            "int64.* neither floating-point",
         ),
-        (expanded, ValueError, r"strides \(1, 0\), wanted one whose elements have memory of their own"),
+        (expanded, ValueError, r"strides \(1, 0\), which has elements that share memory"),
         # torch warns of these that it will be an error, and steps twice; kernels update all at the same time.
         (lambda: [one()] * 2, ValueError, r"shape \(30,\) twice in one group.*dict.fromkeys"),
         (lambda: [("first", one())] * 2, ValueError, "twice in one group"),
@@ -304,7 +304,7 @@ def test_parameters_that_are_put_into_a_group_later(steps_before: int) -> None:
     params = random_params(SHAPES)
     optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:]}])
     run(params, random_grads(SHAPES, steps_before), optimizer)
-    for wrong, message in ((params[0], r"parameter of shape \(30,\) twice"), (*expanded(), "memory of their own")):
+    for wrong, message in ((params[0], r"parameter of shape \(30,\) twice"), (*expanded(), "share memory")):
         optimizer.param_groups[1]["params"].append(wrong)
         before = state_of(optimizer, params)
         with pytest.raises(ValueError, match=message):
@@ -473,16 +473,16 @@ def test_a_state_dict_that_is_refused_changes_nothing(
 
 GIVEN: list[tuple[Options, Options, str]] = [
     *(
-        ({}, {"grad_sumsq": value}, "wanted a number >= 0")
+        ({}, {"grad_sumsq": value}, "wanted one number >= 0")
         for value in (-1.0, "3", nan, True, at_cpu(-1.0), at_cpu(nan))
     ),
     ({}, {"grad_sumsq": torch.ones(2)}, "wanted one number"),
     ({}, {"numel": 3}, "numel=3 without grad_sumsq"),
-    *(({}, {"grad_sumsq": 1.0, "numel": value}, "numel=.*wanted the number") for value in (0, True, 2.5, -3, "3")),
-    ({"schedule": "lagged"}, {"grad_sumsq": 1.0}, 'Use schedule="exact"'),
+    *(({}, {"grad_sumsq": 1.0, "numel": value}, "numel=.*wanted how many") for value in (0, True, 2.5, -3, "3")),
+    ({"schedule": "lagged"}, {"grad_sumsq": 1.0}, 'Use "exact"'),
     ({"amsgrad": True}, {"grad_sumsq": 1.0}, "amsgrad=True, whose maxima"),
-    ({"betas": (0.9, 0.95)}, {"grad_sumsq": 1.0}, r"different betas, \[0.95, 0.999\]"),
-    ({"bias_correction": False}, {"grad_sumsq": 1.0}, r"different bias_correction, \[False, True\]"),
+    ({"betas": (0.9, 0.95)}, {"grad_sumsq": 1.0}, "different betas"),
+    ({"bias_correction": False}, {"grad_sumsq": 1.0}, "different betas or bias_correction"),
 ]
 
 
