@@ -22,7 +22,7 @@ SWD_INLINE float to_fixed_point(float scale) { return scale > LEAST_SCALE ? 256 
 // For both moments of the elements of a block, whose number is row-major in the whole tensor. Apart from the bits that
 // round the parameter.
 inline uint32_t block_key(uint32_t rounding_key, int64_t block) {
-  return stretch_key(scrambled(rounding_key + 1), block * (CODE_BLOCK / 2));
+  return run_key(scrambled(rounding_key + 1), block * (CODE_BLOCK / 2));
 }
 
 // Two neighbours share a hash: of its 32 bits the lower half is for the first one, and of that half the lower 8 bits

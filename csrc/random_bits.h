@@ -22,9 +22,7 @@ inline uint32_t rounding_key(int64_t seed, int64_t tensor, double step) {
 }
 
 // For elements whose numbers have the same upper 32 bits as this one.
-inline uint32_t stretch_key(uint32_t key, int64_t number) {
-  return key + scrambled(static_cast<uint32_t>(number >> 32));
-}
+inline uint32_t run_key(uint32_t key, int64_t number) { return key + scrambled(static_cast<uint32_t>(number >> 32)); }
 
 // Spreads numbers that follow one another over all 32 bits.
 constexpr uint32_t GOLDEN = 0x9E3779B9u;

@@ -112,7 +112,7 @@ class Positions {
   const Run* runs() const { return runs_; }
   size_t run_count() const { return run_count_; }
 
-  // Calls f(position, stride, offset, count) for each stretch of equal stride among n elements from begin on.
+  // Calls f(position, stride, offset, count) for each run of equal stride among n elements from begin on.
   template <typename F>
   void visit(int64_t begin, int64_t n, const F& f) const {
     if (dense()) return f(begin, int64_t{1}, int64_t{0}, n);
@@ -226,7 +226,7 @@ class ElementNumbers {
  public:
   ElementNumbers(int64_t first, Positions positions) : first_(first), positions_(positions) {}
 
-  // Calls f(offset, count, key, number, stride) for each stretch among n elements from begin on, in which numbers have
+  // Calls f(offset, count, key, number, stride) for each run among n elements from begin on, in which numbers have
   // the same upper 32 bits: they are in the key, and the lower ones run from `number` on, `stride` apart.
   template <typename F>
   void visit(int64_t begin, int64_t n, uint32_t key, const F& f) const {
@@ -235,8 +235,7 @@ class ElementNumbers {
         const int64_t number = first_ + position + done * stride;
         const int64_t upper_end = ((number >> 32) + 1) << 32;
         const int64_t length = std::min(count - done, (upper_end - number + stride - 1) / stride);
-        f(offset + done, length, stretch_key(key, number), static_cast<uint32_t>(number),
-          static_cast<uint32_t>(stride));
+        f(offset + done, length, run_key(key, number), static_cast<uint32_t>(number), static_cast<uint32_t>(stride));
         done += length;
       }
     });

@@ -5,8 +5,8 @@
 
 #include "../schedule.h"
 #include "arguments.h"
-#include "chunk_walk.h"
-#include "chunks.h"
+#include "segment_walk.h"
+#include "segments.h"
 #include "staged.h"
 #include "tensor_scalars.h"
 
@@ -49,23 +49,23 @@ struct LastSums {
   }
 };
 
-// Calls f(begin, end) for each chunk, and stores the results.
+// Calls f(begin, end) for each segment, and stores the results.
 template <typename Sum, typename F>
-void for_each_chunk(const ChunkWalk::Stretch& stretch, Sum* sums, const F& f,
-                    Direction direction = Direction::Forward) {
-  const int64_t chunks = (stretch.end - stretch.begin + ChunkWalk::CHUNK - 1) / ChunkWalk::CHUNK;
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t chunk = direction == Direction::Forward ? i : chunks - 1 - i;
-    const int64_t begin = stretch.begin + chunk * ChunkWalk::CHUNK;
-    sums[chunk] = f(begin, std::min(begin + ChunkWalk::CHUNK, stretch.end));
+void for_each_segment(const SegmentWalk::Segments& segments, Sum* sums, const F& f,
+                      Direction direction = Direction::Forward) {
+  const int64_t count = (segments.end - segments.begin + SegmentWalk::SEGMENT - 1) / SegmentWalk::SEGMENT;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t segment = direction == Direction::Forward ? i : count - 1 - i;
+    const int64_t begin = segments.begin + segment * SegmentWalk::SEGMENT;
+    sums[segment] = f(begin, std::min(begin + SegmentWalk::SEGMENT, segments.end));
   }
 }
 
-// The elements of a stretch, which of codes counts blocks.
+// The elements of some segments. Where moments are codes, segments count blocks.
 struct ElementRange {
   int64_t begin, end;
 
-  ElementRange(const ChunkWalk::Stretch& stretch, int64_t columns) : begin(stretch.begin), end(stretch.end) {
+  ElementRange(const SegmentWalk::Segments& segments, int64_t columns) : begin(segments.begin), end(segments.end) {
     if (!columns) return;
     const int64_t width = walked_width(columns);
     begin = first_element(columns, begin / width);
@@ -86,19 +86,20 @@ class Walk {
 
   // Elements that have a gradient.
   int64_t count() const {
-    const auto& numels = chunks_.numels();
+    const auto& numels = elements_.numels();
     return std::accumulate(numels.begin(), numels.end(), int64_t{0});
   }
 
   // Returns the cost of a step of all tensors, in elements.
-  int64_t cost() const { return chunks_.cost(); }
+  int64_t cost() const { return elements_.cost(); }
 
   std::vector<double> gradient_sums(Team& team) const {
-    return chunks_.sums_by_tensor<double>(team, Direction::Forward, [&](const Stretch& stretch, double* sums) {
-      const StagedOperand staged(operands_[stretch.tensor].grad_in_memory_order(), stretch.begin, stretch.end);
+    return elements_.sums_by_tensor<double>(team, Direction::Forward, [&](const Segments& segments, double* sums) {
+      const StagedOperand staged(operands_[segments.tensor].grad_in_memory_order(), segments.begin, segments.end);
       const Operand& grad = staged.operand();
-      for_each_chunk(stretch, sums, [&](int64_t begin, int64_t end) {
-        return grad.is_double() ? gradient_chunk<double>(grad, begin, end) : gradient_chunk<float>(grad, begin, end);
+      for_each_segment(segments, sums, [&](int64_t begin, int64_t end) {
+        return grad.is_double() ? gradient_segment<double>(grad, begin, end)
+                                : gradient_segment<float>(grad, begin, end);
       });
     });
   }
@@ -107,14 +108,14 @@ class Walk {
     const auto scalars = by_tensor.each(
         [&](const Hyper& hyper, double before) { return scalars_of(hyper, before + 1, grad_factor, 1); });
     const auto sums =
-        updates_.sums_by_tensor<double>(team, Direction::Forward, [&](const Stretch& stretch, double* sums) {
-          const Staged staged = stage(stretch);
+        updates_.sums_by_tensor<double>(team, Direction::Forward, [&](const Segments& segments, double* sums) {
+          const Staged staged = stage(segments);
           const Operands& x = staged.operands();
-          const Scalars<double>& own = scalars[stretch.tensor];
-          for_each_chunk(stretch, sums, [&](int64_t begin, int64_t end) {
-            if (x.coded) return max_exp_avg_sq_coded_chunk(x, own.as<float>(), begin, end);
-            return x.in_double ? max_exp_avg_sq_chunk<double>(x, own, begin, end)
-                               : max_exp_avg_sq_chunk<float>(x, own.as<float>(), begin, end);
+          const Scalars<double>& own = scalars[segments.tensor];
+          for_each_segment(segments, sums, [&](int64_t begin, int64_t end) {
+            if (x.coded) return max_exp_avg_sq_coded_segment(x, own.as<float>(), begin, end);
+            return x.in_double ? max_exp_avg_sq_segment<double>(x, own, begin, end)
+                               : max_exp_avg_sq_segment<float>(x, own.as<float>(), begin, end);
           });
         });
     const auto bias_corrections2 = by_tensor.bias_corrections2();
@@ -130,18 +131,18 @@ class Walk {
       return scalars_of(hyper, before + 1, grad_factor, decay_factor(exp_avg_sq_mean, hyper));
     });
     const auto emitted =
-        updates_.sums_by_tensor<UpdateSums>(team, Direction::Backward, [&](const Stretch& stretch, UpdateSums* sums) {
-          const Staged staged = stage(stretch);
+        updates_.sums_by_tensor<UpdateSums>(team, Direction::Backward, [&](const Segments& segments, UpdateSums* sums) {
+          const Staged staged = stage(segments);
           const Operands& x = staged.operands();
-          const Scalars<double>& own = scalars[stretch.tensor];
-          const uint32_t moments_key = rounding.key(stretch.tensor, by_tensor.step(stretch.tensor));
+          const Scalars<double>& own = scalars[segments.tensor];
+          const uint32_t moments_key = rounding.key(segments.tensor, by_tensor.step(segments.tensor));
           const RoundingKey key = x.numbers ? RoundingKey(moments_key) : std::nullopt;
-          for_each_chunk(
-              stretch, sums,
+          for_each_segment(
+              segments, sums,
               [&](int64_t begin, int64_t end) {
-                if (x.coded) return update_coded_chunk(x, amsgrad_, own.as<float>(), moments_key, key, begin, end);
-                return x.in_double ? update_chunk<double>(x, amsgrad_, own, key, begin, end)
-                                   : update_chunk<float>(x, amsgrad_, own.as<float>(), key, begin, end);
+                if (x.coded) return update_coded_segment(x, amsgrad_, own.as<float>(), moments_key, key, begin, end);
+                return x.in_double ? update_segment<double>(x, amsgrad_, own, key, begin, end)
+                                   : update_segment<float>(x, amsgrad_, own.as<float>(), key, begin, end);
               },
               Direction::Backward);
           staged.write_back();
@@ -158,7 +159,7 @@ class Walk {
 
  private:
   explicit Walk(OperandsReader reader)
-      : chunks_(reader.size()),
+      : elements_(reader.size()),
         updates_(reader.size()),
         amsgrad_(reader.amsgrad()),
         groups_(reader.groups()),
@@ -167,25 +168,26 @@ class Walk {
     for (size_t t = 0; t < reader.size(); ++t) {
       operands_.push_back(reader.next());
       const Operands& x = operands_.back();
-      chunks_.add_tensor(x.has_grad ? x.numel : 0);
-      const int64_t at_once = std::clamp((x.elements_at_once + CHUNK - 1) / CHUNK, int64_t{1}, MOST_CHUNKS_AT_ONCE);
+      elements_.add_tensor(x.has_grad ? x.numel : 0);
+      const int64_t at_once =
+          std::clamp((x.elements_at_once + SEGMENT - 1) / SEGMENT, int64_t{1}, MOST_SEGMENTS_AT_ONCE);
       updates_.add_tensor(!x.has_grad ? 0 : x.coded ? walked_numel(x.numel, x.coded->columns) : x.numel, at_once);
     }
   }
 
-  using Stretch = ChunkWalk::Stretch;
-  static constexpr int64_t CHUNK = ChunkWalk::CHUNK;
+  using Segments = SegmentWalk::Segments;
+  static constexpr int64_t SEGMENT = SegmentWalk::SEGMENT;
 
   // Copies of more, 4 MB of floats, would not stay in the cache.
-  static constexpr int64_t MOST_CHUNKS_AT_ONCE = 32;
+  static constexpr int64_t MOST_SEGMENTS_AT_ONCE = 32;
 
-  Staged stage(const Stretch& stretch) const {
-    const Operands& x = operands_[stretch.tensor];
-    const ElementRange range(stretch, x.coded ? x.coded->columns : 0);
+  Staged stage(const Segments& segments) const {
+    const Operands& x = operands_[segments.tensor];
+    const ElementRange range(segments, x.coded ? x.coded->columns : 0);
     return Staged(x, range.begin, range.end);
   }
 
-  ChunkWalk chunks_, updates_;  // over elements; over elements, and in place of coded ones over their blocks
+  SegmentWalk elements_, updates_;  // over elements; over elements, and in place of coded ones over their blocks
   bool amsgrad_;
   const int64_t *groups_, *tensor_ids_;
   std::vector<Operands> operands_;
@@ -273,7 +275,7 @@ Tensor step_(Tensor sums, Tensor steps, Tensor description, Tensor hyper, std::o
 Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64_t> columns) {
   STD_TORCH_CHECK(columns.empty() || (scales.size() == averaged.size() && columns.size() == averaged.size()),
                   "swd_fused: scales and columns must be empty or as many as averaged");
-  ChunkWalk walk(averaged.size());
+  SegmentWalk walk(averaged.size());
   std::vector<std::vector<Run>> runs;
   std::vector<Operand> operands;
   std::vector<CodedMoments> coded;
@@ -289,15 +291,15 @@ Tensor exp_avg_sq_sums(TensorList averaged, TensorList scales, std::vector<int64
   }
   std::vector<double> sums;
   Team::run(walk.cost(), [&](Team& team) {
-    sums = walk.sums_by_tensor<double>(team, Direction::Forward, [&](const auto& stretch, double* slots) {
-      const int64_t t = stretch.tensor;
+    sums = walk.sums_by_tensor<double>(team, Direction::Forward, [&](const auto& segments, double* slots) {
+      const int64_t t = segments.tensor;
       const CodedMoments& codes = coded[t];
-      const ElementRange range(stretch, codes.columns);
+      const ElementRange range(segments, codes.columns);
       const StagedOperand staged(operands[t], range.begin, range.end);
       const Operand& x = staged.operand();
-      for_each_chunk(stretch, slots, [&](int64_t begin, int64_t end) {
-        if (codes.columns) return stored_coded_chunk(x, codes, begin, end);
-        return x.is_double() ? stored_chunk<double>(x, begin, end) : stored_chunk<float>(x, begin, end);
+      for_each_segment(segments, slots, [&](int64_t begin, int64_t end) {
+        if (codes.columns) return stored_coded_segment(x, codes, begin, end);
+        return x.is_double() ? stored_segment<double>(x, begin, end) : stored_segment<float>(x, begin, end);
       });
     });
   });

@@ -18,7 +18,7 @@ void pause() {
 #endif
 }
 
-// Waits for what another thread is about to do, which takes it no longer than a portion, tens of microseconds. Only
+// Waits for what another thread is about to do, which takes it no longer than a task, tens of microseconds. Only
 // then it yields, since that one may need this core: another program would keep it for milliseconds, so that a million
 // elements beside one such program took three times as long.
 template <typename F>
@@ -84,26 +84,26 @@ void Team::run(int64_t elements, const Program& program) {
   if (is_small) patience.note(std::chrono::steady_clock::now() - done);
 }
 
-void Team::each(int64_t portions, bool backward, const Portion& f) {
+void Team::each(int64_t tasks, bool backward, const Task& f) {
   if (threads_ == 1) {
-    for (int64_t i = 0; i < portions; ++i) f(backward ? portions - 1 - i : i);
+    for (int64_t i = 0; i < tasks; ++i) f(backward ? tasks - 1 - i : i);
     return;
   }
   const int64_t number = begun_.load(std::memory_order_relaxed);
   STD_TORCH_CHECK(number < MOST_PASSES, "swd_fused: a step has at most ", MOST_PASSES, " passes");
   Pass& pass = passes_[number];
   pass.f = &f;
-  pass.portions = portions;
+  pass.tasks = tasks;
   pass.backward = backward;
   begun_.store(number + 1, std::memory_order_release);
   work(pass, 0);
-  wait_until([&] { return pass.done.value.load(std::memory_order_acquire) == portions; });
+  wait_until([&] { return pass.done.value.load(std::memory_order_acquire) == tasks; });
 }
 
 void Team::work(Pass& pass, int64_t own_share) noexcept {
   for (int64_t i = 0; i < threads_; ++i) {
     const int64_t share = (own_share + i) % threads_;
-    const int64_t from = pass.portions * share / threads_, to = pass.portions * (share + 1) / threads_;
+    const int64_t from = pass.tasks * share / threads_, to = pass.tasks * (share + 1) / threads_;
     for (;;) {
       const int64_t taken = pass.taken[share].value.fetch_add(1, std::memory_order_relaxed);
       if (taken >= to - from) break;

@@ -15,7 +15,7 @@ namespace swd {
 class Team {
  public:
   using Program = std::function<void(Team&)>;
-  using Portion = std::function<void(int64_t)>;
+  using Task = std::function<void(int64_t)>;
 
   // Elements for which a thread is worth its while. In the training loop of a net of 85,000 weights, whose caches a
   // backward pass has emptied, a step on two threads takes 0.3 ms instead of 0.45.
@@ -24,9 +24,9 @@ class Team {
   // Calls program(team) on the calling thread, while others join in if there are so many elements.
   static void run(int64_t elements, const Program& program);
 
-  // Calls f(i) for i from 0 to `portions`, and returns when all are done. Each thread begins with a share of its own,
-  // the same one in each pass, which is then still in its cache. Backward, it meets first the portions it read last.
-  void each(int64_t portions, bool backward, const Portion& f);
+  // Calls f(i) for i from 0 to `tasks`, and returns when all are done. Each thread begins with a share of its own,
+  // the same one in each pass, which is then still in its cache. Backward, it meets first the tasks it read last.
+  void each(int64_t tasks, bool backward, const Task& f);
 
  private:
   static constexpr int64_t MOST_PASSES = 3;
@@ -37,8 +37,8 @@ class Team {
 
   // A pass stays until the region ends: a thread that comes late finds that nothing is left of it.
   struct Pass {
-    const Portion* f = nullptr;
-    int64_t portions = 0;
+    const Task* f = nullptr;
+    int64_t tasks = 0;
     bool backward = false;
     std::vector<Counter> taken;  // of each share
     Counter done;

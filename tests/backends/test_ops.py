@@ -113,7 +113,7 @@ def test_opcheck(name: str, make_args: object) -> None:
 
 
 def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
-    """In every layout, for sizes around the blocks and chunks of the kernels."""
+    """In every layout, for sizes around the blocks and segments of the kernels."""
     for numel in (1, 8, 4095, 4097, 32769, 100_001):
         for amsgrad in (False, True):
             exp_avg, exp_avg_sq, max_exp_avg_sq, grad = ([torch.rand(numel)] for _ in range(4))

@@ -124,7 +124,7 @@ def test_tiny_gradients_do_not_explode_the_decay(backend: str) -> None:
     torch.testing.assert_close(param.detach(), torch.full((10,), 0.9 - 1e-3), rtol=1e-6, atol=0)
 
 
-# Around what the kernels add as vectors, and in several of their blocks and chunks.
+# Around what the kernels add as vectors, and in several of their blocks and segments.
 EDGE_NUMELS = {"torch": [1, 64, 4097, 40_001], "cpu": [1, 63, 64, 65, 4097, 40_001], "triton": [600]}
 
 

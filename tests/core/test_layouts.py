@@ -98,7 +98,7 @@ def test_parameter_and_gradient_in_different_dtypes(
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=steps * 1e-12)
 
 
-# Several chunks of 32,768 elements, and tiles of 8 by 8 with a rest in both directions.
+# Several segments of 32,768 elements, and tiles of 8 by 8 with a rest in both directions.
 LARGE = {
     "matrix": (203, 517),
     "wide matrix": (21, 9001),

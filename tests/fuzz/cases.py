@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz.layouts import LAYOUTS
 
-# Around vector lanes (64), the address table's rounding (512), blocks (4096) and chunks (32768) of the C++ kernels.
+# Around vector lanes (64), the address table's rounding (512), blocks (4096) and segments (32768) of the C++ kernels.
 SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 127, 511, 512, 513, 4095, 4096, 4097, 32767, 32769]
 SHAPES: list[tuple[int, ...]] = [
     *((), (0,), (0, 7), (3, 0, 2), (1, 1), (5, 3), (8, 8), (7, 9, 1), (13, 5), (2, 3, 4, 5), (16, 9)),

@@ -1,4 +1,4 @@
-// The work of each pass on one chunk of a tensor, in the type T that computes.
+// The work of each pass on one segment of a tensor, in the type T that computes.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace swd {
 
-// Calls f(begin, n) for each block of a chunk and adds up the results.
+// Calls f(begin, n) for each block of a segment and adds up the results.
 template <typename Sum, typename F>
 Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
   Sum total{};
@@ -20,7 +20,7 @@ Sum sum_of_blocks(int64_t begin, int64_t end, const F& f) {
 }
 
 template <typename T>
-double gradient_chunk(const Operand& grad, int64_t begin, int64_t end) {
+double gradient_segment(const Operand& grad, int64_t begin, int64_t end) {
   if (const T* array = grad.direct<T>(begin)) return sum_of_squares(array, end - begin);
   T scratch[BLOCK];
   return sum_of_blocks<double>(begin, end,
@@ -28,13 +28,13 @@ double gradient_chunk(const Operand& grad, int64_t begin, int64_t end) {
 }
 
 template <typename T>
-double stored_chunk(const Operand& averaged, int64_t begin, int64_t end) {
+double stored_segment(const Operand& averaged, int64_t begin, int64_t end) {
   T scratch[BLOCK];
   return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) { return sum(averaged.read(scratch, i, n), n); });
 }
 
 template <typename T>
-double max_exp_avg_sq_chunk(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
+double max_exp_avg_sq_segment(const Operands& x, const Scalars<T>& scalars, int64_t begin, int64_t end) {
   T scratch[3][BLOCK];
   return sum_of_blocks<double>(begin, end, [&](int64_t i, int64_t n) {
     return sum_of_next_max(x.exp_avg_sq.read(scratch[0], i, n), x.averaged.read(scratch[1], i, n),
@@ -99,8 +99,8 @@ UpdateSums update_weights(const Operands& x, bool amsgrad, const Scalars<T>& sca
 }
 
 template <typename T>
-UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
-                        int64_t end) {
+UpdateSums update_segment(const Operands& x, bool amsgrad, const Scalars<T>& scalars, RoundingKey key, int64_t begin,
+                          int64_t end) {
   T scratch[4][BLOCK];
   return sum_of_blocks<UpdateSums>(begin, end, [&](int64_t i, int64_t n) {
     T* exp_avg = x.exp_avg.read(scratch[0], i, n);
@@ -119,7 +119,7 @@ UpdateSums update_chunk(const Operands& x, bool amsgrad, const Scalars<T>& scala
 
 // --- Tensors whose moments are codes
 
-// The walk counts each block as this many elements, a power of two: chunks then have whole blocks, and short rows do
+// The walk counts each block as this many elements, a power of two: segments then have whole blocks, and short rows do
 // not make them much too small.
 inline int64_t walked_width(int64_t columns) {
   int64_t width = 1;
@@ -138,7 +138,7 @@ inline int64_t first_element(int64_t columns, int64_t block) {
 }
 
 // Calls f(element, n, block, cursor) for blocks that follow one another, no more than BLOCK elements and as many rows
-// as they hold, along a chunk of the walk. Adds up the results.
+// as they hold, along a segment of the walk. Adds up the results.
 template <typename Sum, typename F>
 Sum sum_of_rows(const CodedMoments& coded, int64_t begin, int64_t end, const F& f) {
   const int64_t columns = coded.columns, blocks_of_row = (columns + CODE_BLOCK - 1) / CODE_BLOCK;
@@ -163,7 +163,7 @@ inline CodedBlocks blocks_at(const CodedMoments& coded, int64_t element, int64_t
   return {all.exp_avg + element, all.root + element, all.exp_avg_scales + block, all.root_scales + block};
 }
 
-inline double stored_coded_chunk(const Operand& averaged, const CodedMoments& coded, int64_t begin, int64_t end) {
+inline double stored_coded_segment(const Operand& averaged, const CodedMoments& coded, int64_t begin, int64_t end) {
   float scratch[BLOCK];
   return sum_of_rows<double>(coded, begin, end, [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     if (!averaged.is_code()) return sum(averaged.read(scratch, i, n), n);
@@ -171,7 +171,8 @@ inline double stored_coded_chunk(const Operand& averaged, const CodedMoments& co
   });
 }
 
-inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>& scalars, int64_t begin, int64_t end) {
+inline double max_exp_avg_sq_coded_segment(const Operands& x, const Scalars<float>& scalars, int64_t begin,
+                                           int64_t end) {
   float scratch[3][BLOCK];
   return sum_of_rows<double>(*x.coded, begin, end, [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     const CodedBlocks moments = blocks_at(*x.coded, i, block);
@@ -181,8 +182,8 @@ inline double max_exp_avg_sq_coded_chunk(const Operands& x, const Scalars<float>
 }
 
 // `key` rounds moments, and `param_key` bfloat16 parameters.
-inline UpdateSums update_coded_chunk(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
-                                     RoundingKey param_key, int64_t begin, int64_t end) {
+inline UpdateSums update_coded_segment(const Operands& x, bool amsgrad, const Scalars<float>& scalars, uint32_t key,
+                                       RoundingKey param_key, int64_t begin, int64_t end) {
   float scratch[4][BLOCK];
   const auto update = [&](int64_t i, int64_t n, int64_t block, const BlockCursor& cursor) {
     float* param = read_weight(x, scratch[0], i, n);
