@@ -10,9 +10,7 @@ if sys.argv[:1] == ["-m"]:
 
 from swd_fused.adamw import FusedAdamW
 from swd_fused.optimizer import FusedAdamS
-from swd_fused.paper.scheduled_weight_decay import ScheduledWeightDecay
-from swd_fused.paper.sgds import SGDS
 from swd_fused.param_groups import param_groups
 from swd_fused.version import __version__
 
-__all__ = ["SGDS", "FusedAdamS", "FusedAdamW", "ScheduledWeightDecay", "__version__", "param_groups"]
+__all__ = ["FusedAdamS", "FusedAdamW", "__version__", "param_groups"]

@@ -6,13 +6,30 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
-from swd_fused import SGDS, FusedAdamS
+from swd_fused import FusedAdamS
 
 # "The displayed weight decay of AdamW is rescaled": lambda / lr at Adam's usual lr of 1e-3, kept at any other lr.
 DECOUPLED = 1000.0
+
+
+class SGDS(SGD):
+    """The paper's SGD with stable weight decay: decoupled, and multiplied as momentum multiplies gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            shrink = group["lr"] * group["decoupled"] * (1 - group["dampening"]) / (1 - group["momentum"])
+            for param in group["params"]:
+                param.mul_(1 - shrink)
+        return super().step(closure)
+
+
+def sgds(params: Iterable[Parameter], lr: float, weight_decay: float) -> SGDS:
+    return SGDS([{"params": list(params), "decoupled": weight_decay}], lr, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ def peer(name: str, **options: Any) -> Callable[[Iterable[Parameter], float, flo
 OPTIMIZERS: dict[str, Kind] = {
     "AdamS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay)),
     "AMSGradS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay, amsgrad=True)),
-    "SGDS": Kind(lambda params, lr, decay: SGDS(params, lr, momentum=0.9, weight_decay=decay), lr=0.1),
+    "SGDS": Kind(sgds, lr=0.1),
     "Adam": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay)),
     "AdamW": Kind(lambda params, lr, decay: AdamW(params, lr, weight_decay=DECOUPLED * decay)),
     "AMSGrad": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay, amsgrad=True)),
@@ -57,5 +74,5 @@ def adamw_weight_decay(optimizer: Optimizer) -> float:
     if isinstance(optimizer, AdamW):
         return float(group["weight_decay"])
     if isinstance(optimizer, SGDS):
-        return float(group["weight_decay"] * (1 - group["dampening"]) / (1 - group["momentum"]))
+        return float(group["decoupled"] * (1 - group["dampening"]) / (1 - group["momentum"]))
     return float("nan")

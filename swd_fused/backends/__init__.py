@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.torch_backend import TorchBackend
-from swd_fused.backends.torch_backend import sums_of_squares as sums_of_squares  # for those who have no bucket
 from swd_fused.core.backend import Backend
 from swd_fused.devices.transfer import is_fake
 from swd_fused.options import Options

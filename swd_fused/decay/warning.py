@@ -39,8 +39,7 @@ class DecayWarning(Observer):
 
     needs_small_mean = True
 
-    def __init__(self, advice: str = ADVICE) -> None:
-        self._advice = advice
+    def __init__(self) -> None:
         self._start(early_steps=0)
 
     def _start(self, early_steps: int) -> None:
@@ -57,18 +56,15 @@ class DecayWarning(Observer):
         return not self._is_done and options.decay == "scheduled"
 
     def note(self, step: Step) -> None:
-        """Takes up the mean of a step that has been taken."""
-        self.look_at(step.results[0], step.groups, step.number)
-
-    def look_at(self, mean: Tensor, of_step: Groups, number: int) -> None:
-        """Takes up a mean, the groups that it was used for, and the number of the step."""
+        """Takes up the mean of a step that has been taken, and the groups that it was used for."""
+        mean, number = step.results[0], step.number
         if self._is_done or self.is_due or is_fake(mean):
             return
         is_early = number <= self._early_steps
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in of_step]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in step.groups]
         tensors = [group[key] for group in groups for key in LRS if isinstance(group.get(key), Tensor)]
         if mean.is_cpu:
-            self._message = _message_on([float(value) for value in (mean, *tensors)], groups, is_early, self._advice)
+            self._message = _message_on([float(value) for value in (mean, *tensors)], groups, is_early)
             self.is_due = self._message is not None
         elif (is_early or number % STEPS_BETWEEN == 0) and can_be_read_later(mean):
             self._pending = HostCopy([mean, *tensors]), groups, is_early
@@ -81,14 +77,14 @@ class DecayWarning(Observer):
             values = copy.arrived()
             if values is not None:
                 self._pending = None
-                self._message = _message_on(values, of_groups, is_early, self._advice)
+                self._message = _message_on(values, of_groups, is_early)
                 self.is_due = self._message is not None
         if self._message is not None:
             message, self._message, self.is_due, self._is_done = self._message, None, False, True
             warn_user(message)
 
 
-def _message_on(values: list[float], groups: list[dict[str, Any]], is_early: bool, advice: str) -> str | None:
+def _message_on(values: list[float], groups: list[dict[str, Any]], is_early: bool) -> str | None:
     """Returns the warning, if there is one. `values` are the mean, and what is a tensor in the groups."""
     exp_avg_sq_mean, *rest = values
     if not exp_avg_sq_mean > 0:
@@ -106,11 +102,11 @@ def _message_on(values: list[float], groups: list[dict[str, Any]], is_early: boo
             larger = " If so large a decay is meant, pass a larger max_decay=, up to 1." if max_decay < 1 else ""
             return (
                 f"max_decay={max_decay:g} binds in parameter group {index}: {acts_like} and would remove "
-                f"{100 * shrink:.3g}% of each weight in one step. {advice}{larger}"
+                f"{100 * shrink:.3g}% of each weight in one step. {ADVICE}{larger}"
             )
         if is_early and lr > 0 and scheduled > FAR_BEYOND_ADAMW:
             return (
                 f"The weight decay of parameter group {index} is far beyond what is used with AdamW, 0.01 to 0.3: "
-                f"{acts_like}. {advice} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."
+                f"{acts_like}. {ADVICE} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."
             )
     return None

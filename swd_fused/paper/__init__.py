@@ -1,1 +1,0 @@
-"""The paper's other methods: SGDS, and the schedule around any torch optimizer."""
