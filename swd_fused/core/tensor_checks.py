@@ -29,7 +29,7 @@ def _check_param(param: Tensor) -> None:
         problem = "is neither floating-point nor complex. Leave it out, or convert it"
     elif param.is_conj() or param.is_neg():
         problem = "is a lazily conjugated or negated view. Make it from tensor.resolve_conj().resolve_neg()"
-    elif 0 in param.stride() and _expands(param):
+    elif 0 in param.stride() and param.numel() and _expands(param):
         problem = (
             "has elements that share memory. Make it from tensor.contiguous(), or train the tensor that it expands"
         )
