@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from swd_fused.core.step import DeferredInterrupts
+from swd_fused.core.interrupts import DeferredInterrupts
 from swd_fused.devices import graphs
 from swd_fused.distributed.sharding import full_tensor, is_dtensor, local_tensor, redistributed_like
 from swd_fused.options import MASTER, REMAINDER

@@ -15,7 +15,7 @@ from swd_fused import backends, clipping
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core import schedule
 from swd_fused.core.schedule import StepScalars
-from swd_fused.core.stepper import Stepper
+from swd_fused.core.step import Stepper
 from swd_fused.decay.kinds import Decay
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.options import GROUP_DEFAULTS, Options, refuse_unsupported

@@ -14,7 +14,7 @@ from swd_fused.checks import Check, is_whole
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.ranks import over_of
 from swd_fused.core.snapshot import Inputs, State
-from swd_fused.core.stepper import Stepper
+from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.devices.transfer import scalar_dtype
 from swd_fused.distributed.collective import Collective

@@ -17,8 +17,7 @@ from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
-from swd_fused.core.step import take
-from swd_fused.core.stepper import Seams, Stepper
+from swd_fused.core.step import Seams, Stepper, take
 from swd_fused.decay import calibration
 from swd_fused.decay.calibration import Calibration
 from swd_fused.decay.kinds import Decay

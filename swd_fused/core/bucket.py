@@ -160,10 +160,6 @@ class Bucket:
             self.sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
 
     @property
-    def present_grads(self) -> list[Tensor]:
-        return [grad for grad in self.grads if grad is not None]
-
-    @property
     def grads_or_params(self) -> list[Tensor]:
         """Gradients, and in place of a missing one its parameter."""
         return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]

@@ -194,8 +194,8 @@ class Snapshot:
         if any(map(Tensor.is_neg, found)):
             grads, present, found = self._local(resolved(all_grads))
         # `tensor.data = other` changes the addresses of kept tensors, and torch does not count it as a write.
-        # Moments that are the same objects at the same addresses have kept their looks: guards of them too made a step of
-        # a thousand tensors a tenth slower.
+        # Moments that are the same objects at the same addresses still look the same. With guards of them as well the
+        # host takes a quarter longer for a step of a thousand tensors on a GPU.
         self._guards = new_guards(self._kept_params)
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         addresses = list(map(Tensor.data_ptr, found))

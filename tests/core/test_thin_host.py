@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS, decay
-from swd_fused.core import stepper
+from swd_fused.core import step as core_step
 from swd_fused.core.snapshot import Snapshot
 from swd_fused.core.values import SCHEDULED, GroupValues
 from swd_fused.options import GROUP_OPTIONS
@@ -36,7 +36,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
             super().__init__(*inputs)
             made.append(self)
 
-    monkeypatch.setattr(stepper, "Snapshot", Counted)
+    monkeypatch.setattr(core_step, "Snapshot", Counted)
     return made
 
 
