@@ -35,7 +35,7 @@ LAYERS = (
     ("new_groups", "checkpoints"),
     ("optimizer",),
     ("adamw",),
-    ("integrations", "self_test"),
+    ("integrations",),
     ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
