@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
-from swd_fused.checks import Check, is_whole
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.ranks import over_of
 from swd_fused.core.snapshot import Inputs, State
@@ -22,8 +21,6 @@ from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
 from swd_fused.state.operands import as_real
-
-EVERY = Check(lambda steps: is_whole(steps, 1), "a whole number > 0, or None not to log them").or_none()  # of callbacks
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
