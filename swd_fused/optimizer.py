@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
-from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import take
 from swd_fused.core.stepper import Seams, Stepper
@@ -27,6 +26,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
+from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, check_fit, checked_defaults, listed, new_group
 from swd_fused.observer import Observer
 from swd_fused.options import (
@@ -417,13 +417,12 @@ class FusedAdamS(Optimizer):
         """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
 
         It is the root of the mean of v^, Adam's bias-corrected second moment, so an average over the last steps of
-        gradients as they were used, clipped. Parameters that have taken no step are left out. The last step has left
-        the sums, so it reads memory only after state was loaded or written to, and in wrappers that show one group at a
-        time. It covers all shards of DTensors, so all ranks must call it, but only the local part of plain tensors.
-        Waits for the device.
+        gradients as they were used, clipped. Parameters that have taken no step are left out. It covers all shards of
+        DTensors, so all ranks must call it, but only the local part of plain tensors. Reads all second moments, and
+        waits for the device.
         """
         optimizer = unwrapped(self)
-        return metrics.rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)
+        return metrics.rms_by_param(optimizer.param_groups, optimizer.state, optimizer._stepper.sharded_over)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.

@@ -30,7 +30,7 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("averages", "clipping", "outliers"),
+    ("averages", "outliers"),
     ("metrics",),
     ("new_groups", "checkpoints"),
     ("optimizer",),
