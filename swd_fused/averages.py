@@ -1,24 +1,24 @@
-"""Averages of weights, as users see them: exchanged with the weights for a while, or copied into other tensors.
+"""Exchanges weights and their averages for a while.
 
-How a state has them is in state/averages.py. The update of an element advances them.
+State has the averages as state/averages.py says. The update of an element advances them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swd_fused.core.interrupts import DeferredInterrupts
 from swd_fused.devices import graphs
-from swd_fused.distributed.sharding import full_tensor, is_dtensor, local_tensor, redistributed_like
+from swd_fused.distributed.sharding import local_tensor
 from swd_fused.options import MASTER, REMAINDER
 from swd_fused.state.averages import AVERAGE, EXCHANGED, refuse_exchanged
 from swd_fused.state.load import check_fits
-from swd_fused.state.masters import joined, master_of, split
+from swd_fused.state.masters import joined, split
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
@@ -39,22 +39,15 @@ def _averaging(groups: Groups) -> list[Mapping[str, Any]]:
     return [group for group in groups if group["ema_decay"] is not None]
 
 
-def _refuse_without_averages(groups: Groups, asked: str) -> None:
-    if not _averaging(groups):
-        raise RuntimeError(
-            f"FusedAdamS got {asked} without averages of weights, wanted ema_decay in at least one parameter group. "
-            "Pass ema_decay=0.999 to the constructor."
-        )
-
-
-# --- Exchanged in place
-
-
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
-    asked = "FusedAdamS got averaged_params()"
-    _refuse_without_averages(optimizer.param_groups, "averaged_params()")
+    asked, averaging = "FusedAdamS got averaged_params()", _averaging(optimizer.param_groups)
+    if not averaging:
+        raise RuntimeError(
+            f"{asked} without averages of weights, wanted ema_decay in at least one parameter group. Pass "
+            "ema_decay=0.999 to the constructor."
+        )
     refuse_exchanged(optimizer.state, "averaged_params()")
     release = optimizer._gradient_release
     if torch._C._current_graph_task_id() != -1 or (release is not None and release.is_begun):
@@ -70,7 +63,7 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     state: dict[Any, Any] = optimizer.state
     weights = [
         Exchange.of(param, state[param])
-        for group in _averaging(optimizer.param_groups)
+        for group in averaging
         for param in group["params"]
         if AVERAGE in state.get(param, {})
     ]
@@ -134,49 +127,3 @@ def _exchange(todo: list[Exchange], done: list[Exchange], state: dict[Any, Any],
             del state[EXCHANGED]
     finally:
         interrupts.deliver()
-
-
-# --- Copied
-
-
-def copy_to(target: nn.Module | Iterable[Tensor], optimizer: FusedAdamS) -> None:
-    """Copies averages, or weights that have none, into tensors of the same shapes."""
-    refuse_exchanged(optimizer.state, "copy_averages()")
-    _refuse_without_averages(optimizer.param_groups, "copy_averages()")
-    params = optimizer.numbered_params()
-    targets = _named(target, optimizer.param_groups) if isinstance(target, nn.Module) else list(target)
-    if [tensor.shape for tensor in targets] != [param.shape for param in params]:
-        raise ValueError(
-            f"copy_averages got {len(targets)} tensors for {len(params)} parameters, wanted one of the same shape for "
-            "each parameter, in the optimizer's order. Pass the copy's parameters as the model's were passed to the "
-            "optimizer."
-        )
-    if not set(map(id, params)).isdisjoint(map(id, targets)):
-        raise ValueError(
-            "copy_averages got a parameter that this optimizer trains, wanted a copy of it. Pass copy.deepcopy(model), "
-            "or exchange both: with optimizer.averaged_params()."
-        )
-    averaged = {param for group in _averaging(optimizer.param_groups) for param in group["params"]}
-    with torch.no_grad():
-        for tensor, param in zip(targets, params, strict=True):
-            state = optimizer.state.get(param) or {}
-            value = state[AVERAGE] if param in averaged and AVERAGE in state else master_of(param, state)
-            if is_dtensor(tensor):
-                local_tensor(tensor).copy_(redistributed_like(tensor, value))
-            else:
-                tensor.copy_(full_tensor(value) if is_dtensor(value) else value)
-
-
-def _named(module: nn.Module, groups: Groups) -> list[Tensor]:
-    """Returns a module's parameters by the names that they have in the optimizer's groups."""
-    own = dict(module.named_parameters())
-    names = [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
-    unknown = next((name for name in names if name not in own), "")
-    if unknown != "":
-        problem = "its parameters have no names here" if unknown is None else f"it has no parameter {unknown}"
-        raise ValueError(
-            f"copy_averages got a {type(module).__name__}, but {problem}, wanted one with the names that the "
-            "optimizer got. Pass model.named_parameters() to the optimizer; or its parameters here, in the optimizer's "
-            "order: copy_averages(module.parameters())."
-        )
-    return [own[name] for name in names]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused import backends, clipping
-from swd_fused.clipping import ClippedSteps
+from swd_fused import backends, metrics
 from swd_fused.core import schedule
 from swd_fused.core.schedule import StepScalars
 from swd_fused.core.step import Stepper
 from swd_fused.decay.kinds import Decay
 from swd_fused.distributed.sharding import ShardedOver
+from swd_fused.metrics import ClippedSteps
 from swd_fused.options import GROUP_DEFAULTS, Options, refuse_unsupported
 from swd_fused.state.load import (
     Initializer,
@@ -74,7 +74,7 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
 
 # Where pickles of 0.2 look for `StepScalars` and `ClippedSteps`.
 sys.modules.setdefault("swd_fused.schedule", schedule)
-sys.modules.setdefault("swd_fused.step.clipped_steps", clipping)
+sys.modules.setdefault("swd_fused.step.clipped_steps", metrics)
 
 
 def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:

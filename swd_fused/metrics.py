@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
-from swd_fused.checks import Check, is_whole
-from swd_fused.clipping import ClippedSteps
 from swd_fused.core.ranks import over_of
-from swd_fused.core.snapshot import Inputs, State
+from swd_fused.core.snapshot import State
 from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
-from swd_fused.devices.transfer import scalar_dtype
+from swd_fused.devices import graphs
+from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, local_tensor, sharding_of
+from swd_fused.distributed.sharding import ShardedOver, is_distributed, sharding_of
+from swd_fused.observer import Observer
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
 from swd_fused.state.operands import as_real
+from swd_fused.user_warning import warn_user
 
-EVERY = Check(lambda steps: is_whole(steps, 1), "a whole number > 0, or None not to log them").or_none()  # of callbacks
+if TYPE_CHECKING:
+    from swd_fused.core.step import Step
+
+# Steps that must all have clipped for a warning.
+CLIPPED_STEPS = 300
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
@@ -44,7 +50,7 @@ def metrics(stepper: Stepper, groups: Groups, clipped: ClippedSteps) -> dict[str
         "rms_grad": float(exp_avg_sq_mean.sqrt()),
         **{f"effective_weight_decay/{name}": decay for name, decay in decays},
         **{f"decay_timescale/{name}": 1 / share for name, share in shares.items() if share != 0},
-        **({} if stepper.options.max_grad_norm is None else {"clipped_share": clipped.share()}),
+        **clipped.metrics(stepper.options, groups),
         "skipped_steps": float(stepper.skipped_steps),
     }
 
@@ -65,69 +71,101 @@ def options_in_use(stepper: Stepper, params: Sequence[Tensor]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in shown.items())
 
 
-# --- The rms gradient of each parameter, from the sums of second moments that the last step has left
+class ClippedSteps(Observer):
+    """Counts the steps that clipped, and all that might have.
+
+    The counts are numbers for steps on a CPU, where there is nothing to wait for and tensor operations would take half
+    as long as a small step; else tensors.
+    """
+
+    _has_warned = False
+
+    def __init__(self) -> None:
+        self._clipped = self._all = 0
+        self._on_device: Tensor | None = None  # both again; a CUDA graph increases them in each replay
+
+    def concerns(self, groups: Groups, options: Options) -> bool:
+        return options.max_grad_norm is not None
+
+    def note(self, step: Step) -> None:
+        """Counts a step, unless it was skipped. One in several calls counts once."""
+        if step.is_continued:
+            return
+        results, max_grad_norm = step.results, step.gate.max_grad_norm or math.inf
+        if type(results) is Tensor and results.is_cpu:
+            _, norm, skip = results.tolist()
+        elif is_fake(results[1]):
+            return
+        elif can_be_read(results[1]):
+            norm, skip = float(results[1]), step.skip is not None and bool(step.skip)
+        else:
+            clips = results[1] > max_grad_norm
+            is_taken = torch.ones_like(clips) if step.skip is None else step.skip == 0
+            if self._on_device is None:
+                self._on_device = torch.zeros(2, dtype=torch.int64, device=clips.device)
+            self._on_device = to_device(self._on_device, clips.device)
+            self._on_device.add_(torch.stack([clips & is_taken, is_taken]))
+            return
+        if not skip:
+            self._clipped += norm > max_grad_norm
+            self._all += 1
+
+    def refuse_capture(self, step: Step) -> None:
+        device = step.ranks.device
+        if device.type != "cpu" and (self._on_device is None or self._on_device.device != device):
+            raise graphs.first_in_capture("that clips", "the count of clipped steps")
+
+    def metrics(self, options: Options, groups: Groups) -> dict[str, float]:
+        """Returns the share of clipped steps, NaN before the first. Waits for the device.
+
+        Warns, once, where clipping leaves nothing of the schedule: if all steps were clipped, all had the same gradient
+        norm, so the schedule divided by a constant. Steps of calibration decay as AdamW's by intention.
+        """
+        if options.max_grad_norm is None:
+            return {}
+        clipped, counted = (0, 0) if self._on_device is None else self._on_device.tolist()
+        clipped, counted = clipped + self._clipped, counted + self._all
+        is_scheduled = options.decay == "scheduled" and any(group["weight_decay"] for group in groups)
+        is_calibrated = all(group["adamw_weight_decay"] is None for group in groups)
+        if clipped == counted >= CLIPPED_STEPS and is_scheduled and is_calibrated and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"All {counted} steps so far were clipped to max_grad_norm={options.max_grad_norm:g}. So the rms "
+                "gradient of each is the same, the schedule is constant, and AdamS is AdamW with another weight_decay. "
+                "Pass a max_grad_norm above the usual norms, which optimizer.grad_norm tells; or use "
+                'decay="decoupled", which does the same as now directly.'
+            )
+        return {"clipped_share": clipped / counted if counted else math.nan}
 
 
-def rms_by_param(stepper: Stepper, groups: Groups, state: State) -> dict[str | int, float]:
+def rms_by_param(groups: Groups, state: State, sharded_over: ShardedOver | None) -> dict[str | int, float]:
     """Returns the root of the mean of v^ of each parameter that has taken a step. Waits for the device."""
     pairs = [(param, group) for group in groups for param in group["params"]]
     device = pairs[0][0].device
     rows = torch.zeros(len(pairs), 2, dtype=scalar_dtype(device), device=device)  # the sum of v^, and its elements
-    with_moments = [i for i, (param, _) in enumerate(pairs) if has_moments(state.get(param) or {})]
-    if with_moments:
-        known = _sums_of_last_step(stepper, groups, state)
-        own = [(param, group, state[param]) for param, group in map(pairs.__getitem__, with_moments)]
-        sums = [known.get(id(param)) for param, _, _ in own]
-        totals = [
-            _stored_sum(entry, group) if total is None else total
-            for (_, group, entry), total in zip(own, sums, strict=True)
-        ]
-        steps = [torch.as_tensor(entry["step"]) for _, _, entry in own]
-        constants = [
-            (float(group["betas"][1]), group["bias_correction"], as_real(local_tensor(param)).numel())
-            for param, group, _ in own
-        ]
-        total, step = (torch.stack([value.to(rows) for value in values]) for values in (totals, steps))
-        beta2, corrects_bias, numel = torch.tensor(constants, dtype=rows.dtype).to(device).unbind(1)
-        v_hat = torch.stack([total / (1 - corrects_bias * beta2**step), numel], dim=1)
-        rows[with_moments] = torch.where((step > 0)[:, None], v_hat, 0.0)
+    for row, (param, group) in zip(rows, pairs, strict=True):
+        entry = state.get(param) or {}
+        if has_moments(entry):
+            is_maximum = group["amsgrad"] and "max_exp_avg_sq" in entry
+            v = as_real(decoded_moment(entry, "max_exp_avg_sq" if is_maximum else "exp_avg_sq"))
+            step = torch.as_tensor(entry["step"]).to(rows)
+            bias_correction2 = 1 - group["bias_correction"] * float(group["betas"][1]) ** step
+            total = v.sum(dtype=scalar_dtype(v.device)).to(rows)
+            v_hat = torch.stack([total / bias_correction2, torch.full_like(step, v.numel())])
+            row.copy_(torch.where(step > 0, v_hat, 0.0))
     if is_distributed():
-        shardings = [_shards_of(param, over_of(group, stepper.sharded_over)) for param, group in pairs]
+        # Over the other shards of DTensors only: plain tensors do not say whether the ranks of a process group have
+        # shards of them or other parameters.
+        overs = [over_of(group, sharded_over) for _, group in pairs]
+        shardings = [
+            tuple(each for each in sharding_of(param, over) if over is None or each is not over.group)
+            for (param, _), over in zip(pairs, overs, strict=True)
+        ]
         rows = Collective(shardings, [], device).each(rows, shardings)
     means = [total / numel if numel else None for total, numel in rows.tolist()]
-    return {name: mean**0.5 for name, mean in zip(_names(groups), means, strict=True) if mean is not None}
-
-
-def _names(groups: Groups) -> list[str | int]:
     names = chain.from_iterable(group.get("param_names") or [None] * len(group["params"]) for group in groups)
-    return [number if name is None else name for number, name in enumerate(names)]
-
-
-def _sums_of_last_step(stepper: Stepper, groups: Groups, state: State) -> dict[int, Tensor]:
-    """Returns the sums of v by the ids of parameters; none if the last step's are not those of the present state."""
-    snapshot, values = stepper.latest, stepper.values
-    if values is None or not values.hold(groups):
-        values = stepper.new_values(groups)
-    params = [param for group in groups for param in group["params"]]
-    inputs = Inputs(stepper.options_of_tensors, stepper.sharded_over, groups, values.kinds, state, params, [])
-    if snapshot is None or snapshot.left_is_stale(inputs):
-        return {}
-    sums: dict[int, Tensor] = {}
-    for bucket in snapshot.buckets:
-        if bucket.copies_steps:
-            bucket.begin()
-        by_tensor = bucket.backend.exp_avg_sq_sums(bucket) if bucket.sums is None else bucket.sums
-        sums.update(zip((id(params[number]) for number in bucket.numbers), by_tensor.unbind(), strict=True))
-    return sums
-
-
-def _stored_sum(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    is_maximum = group["amsgrad"] and "max_exp_avg_sq" in entry
-    moment = as_real(decoded_moment(entry, "max_exp_avg_sq" if is_maximum else "exp_avg_sq"))
-    return moment.sum(dtype=scalar_dtype(moment.device))
-
-
-def _shards_of(param: Tensor, over: ShardedOver | None) -> Sharding:
-    """Returns the process groups that have the other shards of a DTensor. Plain tensors do not say whether the ranks of
-    a process group have shards of them or other parameters."""
-    return tuple(group for group in sharding_of(param, over) if over is None or group is not over.group)
+    return {
+        number if name is None else name: mean**0.5
+        for number, (name, mean) in enumerate(zip(names, means, strict=True))
+        if mean is not None
+    }

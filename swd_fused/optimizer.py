@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from swd_fused import averages, backends, checkpoints, decay, metrics
 from swd_fused.checks import FLAG, Check
-from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import Seams, Stepper, take
 from swd_fused.decay import calibration
@@ -26,6 +25,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
+from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, check_fit, checked_defaults, listed, new_group
 from swd_fused.observer import Observer
 from swd_fused.options import (
@@ -89,8 +89,8 @@ class FusedAdamS(Optimizer):
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
             is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
-        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`: a step brings
-            it nearer to each weight that it updates by a share of 1 - ema_decay.
+        ema_decay: keep an exponential average of the weights, for `averaged_params`: a step brings it nearer to each
+            weight that it updates by a share of 1 - ema_decay.
         ema_warmup: use min(ema_decay, (1 + t) / (10 + t)) in a parameter's step t, to forget the first weights soon.
 
         process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
@@ -373,16 +373,6 @@ class FusedAdamS(Optimizer):
         """
         return averages.exchanged(unwrapped(self))
 
-    @_disable_dynamo
-    def copy_averages(self, target: torch.nn.Module | Iterable[Tensor]) -> None:
-        """Copies averages into a copy of the model, whose parameters are found by their names, or into as many tensors
-        as this optimizer has parameters, in its order.
-
-        A parameter without an average gives its weight. Plain tensors get whole parameters, for which all ranks must
-        call this. Buffers are not parameters, and stay as they are.
-        """
-        averages.copy_to(target, unwrapped(self))
-
     # --- What users log
 
     @property
@@ -426,13 +416,12 @@ class FusedAdamS(Optimizer):
         """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
 
         It is the root of the mean of v^, Adam's bias-corrected second moment, so an average over the last steps of
-        gradients as they were used, clipped. Parameters that have taken no step are left out. The last step has left
-        the sums, so it reads memory only after state was loaded or written to, and in wrappers that show one group at a
-        time. It covers all shards of DTensors, so all ranks must call it, but only the local part of plain tensors.
-        Waits for the device.
+        gradients as they were used, clipped. Parameters that have taken no step are left out. It covers all shards of
+        DTensors, so all ranks must call it, but only the local part of plain tensors. Reads all second moments, and
+        waits for the device.
         """
         optimizer = unwrapped(self)
-        return metrics.rms_by_param(optimizer._stepper, optimizer.param_groups, optimizer.state)
+        return metrics.rms_by_param(optimizer.param_groups, optimizer.state, optimizer._stepper.sharded_over)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.

@@ -5,41 +5,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from swd_fused.metrics import EVERY
+
+def metrics_sources(optimizers: Iterable[Any]) -> list[Any]:
+    """Returns the optimizers with `metrics()` below the wrappers of Accelerate, DeepSpeed and Lightning."""
+    found, others = [], []
+    for optimizer in optimizers:
+        inner = optimizer
+        while inner is not None and not hasattr(inner, "metrics"):
+            below = getattr(inner, "optimizer", None)  # as all three call it
+            inner = below if below is not inner else None
+        if inner is None:
+            others.append(type(optimizer).__name__)
+        else:
+            found.append(inner)
+    if not found:
+        raise TypeError(
+            f"swd_fused's callback got optimizers {others}, wanted a FusedAdamS, or a wrapper of one. Train with "
+            "FusedAdamS, or leave the callback out."
+        )
+    return found
 
 
-class MetricsReader:
-    """Reads optimizers' metrics under the names that logs have, and after every so many steps their rms gradients."""
-
-    def __init__(self, prefix: str, rms_grads_every: int | None) -> None:
-        EVERY.require("rms_grads_every", rms_grads_every)
-        self._prefix, self._every, self.last_step = prefix, rms_grads_every, 0
-
-    def read(self, sources: list[Any], step: int) -> dict[str, float]:
-        """Returns the metrics of optimizers that have some. Of several optimizers each one's names have its number."""
-        every, last, self.last_step = self._every, self.last_step, step
-        found: dict[str, float] = {}
-        for number, source in enumerate(sources):
-            prefix = self._prefix if len(sources) == 1 else f"{self._prefix}{number}/"
-            found.update({f"{prefix}{name}": value for name, value in source.metrics().items()})
-            if every is not None and step // every > last // every:
-                found.update({f"{prefix}rms_grad/{name}": value for name, value in source.rms_grads().items()})
-        return found
-
-
-def find_metrics_source(optimizer: Any) -> Any:
-    """Returns the optimizer with `metrics()` below the wrappers of Accelerate, DeepSpeed and Lightning, or None."""
-    while optimizer is not None and not hasattr(optimizer, "metrics"):
-        inner = getattr(optimizer, "optimizer", None)  # as all three call it
-        optimizer = inner if inner is not optimizer else None
-    return optimizer
-
-
-def no_metrics(optimizer: object) -> TypeError:
-    """Returns the error for an optimizer without metrics."""
-    return TypeError(
-        f"swd_fused's callback got a {type(optimizer).__name__}, wanted a FusedAdamS, which has metrics(), or a "
-        "wrapper of one. Train with FusedAdamS, or leave the callback out."
-    )
+def read_metrics(optimizers: Iterable[Any], prefix: str) -> dict[str, float]:
+    """Returns the metrics of optimizers that have some. Of several optimizers each one's names have its number."""
+    sources = metrics_sources(optimizers)
+    prefixes = [prefix] if len(sources) == 1 else [f"{prefix}{number}/" for number in range(len(sources))]
+    pairs = zip(prefixes, sources, strict=True)
+    return {own + name: value for own, source in pairs for name, value in source.metrics().items()}

@@ -30,12 +30,12 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("averages", "clipping", "outliers"),
+    ("averages", "outliers"),
     ("metrics",),
     ("new_groups", "checkpoints"),
     ("optimizer",),
     ("adamw",),
-    ("integrations", "self_test"),
+    ("integrations",),
     ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}

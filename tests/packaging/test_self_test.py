@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from swd_fused import __version__, self_test
+from swd_fused import __main__ as self_test
+from swd_fused import __version__
 from tests.definition import WRONG, AdamS, Group
 
 ROOT = Path(__file__).parents[2]
@@ -39,14 +40,12 @@ def test_report() -> None:
 
 
 def trained_by(definition: type[AdamS]) -> list[torch.Tensor]:
-    params, grads = self_test._random_training()
-    groups = [
-        Group([i], self_test.LR, self_test.BETAS, self_test.EPS, decay, max_decay=self_test.MAX_DECAY)
-        for i, decay in enumerate(self_test.WEIGHT_DECAYS)
-    ]
-    trained = definition([param.numpy() for param in params], groups, self_test.MAX_GRAD_NORM)
-    for of_step in grads:
-        trained.step([grad.numpy() for grad in of_step])
+    optimizer = self_test.new_optimizer("torch", "cpu", torch.float64)
+    names = ("lr", "betas", "eps", "weight_decay", "max_decay")
+    groups = [Group([i], **{name: group[name] for name in names}) for i, group in enumerate(optimizer.param_groups)]
+    trained = definition([param.numpy() for param in optimizer.numbered_params()], groups, optimizer.max_grad_norm)
+    optimizer.step = lambda: trained.step([param.grad.numpy() for param in optimizer.numbered_params()])  # type: ignore
+    self_test.trained(optimizer)
     return [torch.from_numpy(np.asarray(param, dtype=np.float64)) for param in trained.params]
 
 
@@ -54,8 +53,8 @@ def largest_difference(weights: list[torch.Tensor], others: list[torch.Tensor]) 
     return max((a - b).abs().max().item() for a, b in zip(weights, others, strict=True))
 
 
-def test_its_definition_is_the_definition() -> None:
-    assert largest_difference(self_test.defined(*self_test._random_training()), trained_by(AdamS)) < 1e-14
+def test_it_compares_with_the_definition() -> None:
+    assert largest_difference(self_test.defined(), trained_by(AdamS)) < 1e-13
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -65,29 +64,31 @@ def test_wrong_definitions_are_beyond_the_tolerance(wrong: type[AdamS]) -> None:
 
 def test_failures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A backend that computes something else, and one that raises, are in the report and in the exit code."""
-    from swd_fused import __main__
-
-    right = self_test.defined
+    right = self_test.defined()
     monkeypatch.setattr(sys, "argv", ["swd_fused"])
-    monkeypatch.setattr(self_test, "defined", lambda *args: [weight + 1e-3 for weight in right(*args)])
-    assert __main__.main() == 1
+    monkeypatch.setattr(self_test, "defined", lambda: [weight + 1e-3 for weight in right])
+    assert self_test.main() == 1
     assert "torch  on cpu: FAILED, largest difference 1.0e-03" in capsys.readouterr().out
-    monkeypatch.setattr(self_test, "defined", right)
+    monkeypatch.setattr(self_test, "defined", lambda: right)
 
     def raises(*args: object) -> None:
         raise ValueError("the driver is too old")
 
     monkeypatch.setattr(self_test.FusedAdamS, "step", raises)
-    assert __main__.main() == 1
+    assert self_test.main() == 1
     assert "torch  on cpu: FAILED with ValueError: the driver is too old" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cpu", False), ("xpu", False)])
-def test_a_missing_backend_is_a_failure_where_it_could_be_had(device: str, expected: bool) -> None:
-    result = self_test.Result("triton", device, missing="not installed")
-    assert result.failed == expected
+def test_a_missing_backend_is_a_failure_where_it_could_be_had(
+    device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*args: object) -> None:
+        raise RuntimeError("not installed")
+
+    monkeypatch.setattr(self_test, "new_optimizer", missing)
     outcome = "MISSING: not installed" if expected else "not used: its kernels are for CUDA and ROCm GPUs"
-    assert str(result) == f"triton on {device}: {outcome}"
+    assert self_test.tested("triton", device) == (not expected, outcome)
 
 
 @pytest.mark.slow

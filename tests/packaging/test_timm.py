@@ -1,4 +1,4 @@
-"""swd_fused.integrations.timm with the real timm: names, weight decay, layer decay, AdamC, the example.
+"""swd_fused.integrations.timm with the real timm: names, weight decay, layer decay, the example.
 
 Skipped where timm is missing. `make frameworks` puts it where `any_torchvision` finds it.
 """
@@ -115,31 +115,6 @@ def test_adams_of_parameters_and_of_groups(timm: Any, create: Any) -> None:
     assert decays(groups, "fusedadams") == [(0.2, 0.2, 100), (0.0, None, 0)]
     # The paper's lambda, for those who ask for it.
     assert decays(model, "fusedadams", weight_decay=5e-4, adamw_weight_decay=None) == [(0.0, None, 0), (5e-4, None, 0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "heads"),
-    [
-        ("vit_tiny_patch16_224", {"head.weight"}),
-        ("deit_tiny_distilled_patch16_224", {"head.weight", "head_dist.weight"}),
-    ],
-)
-def test_adamc_corrects_all_but_the_classifier(timm: Any, create: Any, name: str, heads: set[str]) -> None:
-    model = transformer(timm, name)
-    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "layer_decay": LAYER_DECAY}
-    groups = create(model, "swdadamc", **options).param_groups
-    params = [param for group in groups for param in group["params"]]
-    assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
-    decaying = names_of(model, [p for g in groups if g["weight_decay"] for p in g["params"]])
-    corrected = names_of(model, [p for g in groups if g["corrected_decay"] for p in g["params"]])
-    assert decaying - corrected == heads
-    assert {name for name in decaying if name.endswith("qkv.weight")} <= corrected
-
-
-def test_adamc_of_parameters_needs_groups_that_tell(timm: Any, create: Any) -> None:
-    model = transformer(timm)
-    with pytest.raises(TypeError, match=r"got parameters only.*corrected_decay=True\)"):
-        create(model.parameters(), "swdadamc", lr=LR)
 
 
 def test_example(timm: Any, tmp_path: Path) -> None:
