@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
-from benchmarks.eight_bit_training import CONTENDERS, NoisyDigits, Watched
 from benchmarks.paper import cli
 from benchmarks.paper.data import DataError
 from benchmarks.paper.run import Run
@@ -85,7 +84,6 @@ LESSONS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: paper_lesson(replace(IMAGES, optimizer=name)) for name in ("SGDS", "Padam", "Yogi")},  # type: ignore[misc]
     "calibrated": lambda: decay_lesson(ADAMS),
     "corrected": lambda: decay_lesson(ADAMC),
-    "8 bits": lambda: Watched(NoisyDigits(), CONTENDERS[1], seed=0, steps=100),
 }
 
 
