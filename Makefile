@@ -61,7 +61,6 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.host_work
 	$(BIN)/python -m benchmarks.first_steps
 	$(BIN)/python -m benchmarks.mixed_precision
-	$(BIN)/python -m benchmarks.cliffs
 endif
 
 # Steps on shards under other versions of torch: make bench-sharded TORCH="2.12.1 2.15.0". Each is installed by itself, or a

@@ -22,7 +22,6 @@ from statistics import fmean, median
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -237,14 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         1
     )  # a second one gains nothing at this size, and made a run 14 times as long when it was busy
     try:
-        with command("demo") as console, Progress(console=console) as progress:
+        with command("demo") as console:
             lesson = SideBySide(args.seed, args.epochs, args.batch_size, args.adamw_weight_decay)
-            bar = progress.add_task("epochs", total=args.epochs)
-            train(lesson, after_window=lambda: progress.advance(bar))
+            train(lesson)
             said = {"seed": args.seed, "batch_size": args.batch_size, "parameters": parameter_count(lesson)}
             steps = args.out / "steps.csv"
             write_rows(steps, [{**row, **said, **conditions(load)} for row in lesson.rows])
-            progress.stop()
             console.print(results_table(lesson))
             picture = draw(read_rows(steps), args.out / "demo.png")
             console.print(f"Every step: {steps}", f"The picture: {picture}", sep="\n", soft_wrap=True)

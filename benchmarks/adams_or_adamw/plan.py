@@ -35,10 +35,6 @@ class Planned:
         return f"{self.arm} {self.role} {self.contender} {self.weight_decay:g} {self.seed}"
 
     @property
-    def windows(self) -> int:
-        return self.task.epochs
-
-    @property
     def run(self) -> paper.Run:
         """As benchmarks.paper trains it, which gives AdamW a thousand times the decay that a run names."""
         decay = self.weight_decay if self.contender == ADAMS else self.weight_decay / DECOUPLED

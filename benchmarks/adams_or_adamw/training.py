@@ -7,7 +7,6 @@ import hashlib
 import math
 import subprocess
 import time
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,13 +27,11 @@ FIELDS = (
 )
 
 
-def trained(
-    planned: Planned, checkpoint: Checkpoint, after_window: Callable[[], None], root: Path | None
-) -> dict[str, object]:
+def trained(planned: Planned, checkpoint: Checkpoint, root: Path | None) -> dict[str, object]:
     cpu = time.process_time()
     lesson = lesson_of(planned.run, root, torch.device("cpu"))
     assert isinstance(lesson, ImageLesson)
-    points = train(lesson, checkpoint, after_window)
+    points = train(lesson, checkpoint)
     last = points[-1]
     measured = {
         "error": last["test_error"],

@@ -17,19 +17,20 @@ DECOUPLED = 1000.0
 
 
 class SGDS(SGD):
-    """The paper's SGD with stable weight decay: decoupled, and multiplied as momentum multiplies gradients."""
+    """Shrinks weights by what L2 regularization comes to with momentum, then steps without it.
+
+    The decay is no `weight_decay` of its groups, which SGD would add to the gradients.
+    """
+
+    def __init__(self, params: Iterable[Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, lr, momentum)
+        self.decay = weight_decay / (1 - momentum)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         for group in self.param_groups:
-            shrink = group["lr"] * group["decoupled"] * (1 - group["dampening"]) / (1 - group["momentum"])
-            for param in group["params"]:
-                param.mul_(1 - shrink)
+            torch._foreach_mul_([p for p in group["params"] if p.grad is not None], 1 - group["lr"] * self.decay)
         return super().step(closure)
-
-
-def sgds(params: Iterable[Parameter], lr: float, weight_decay: float) -> SGDS:
-    return SGDS([{"params": list(params), "decoupled": weight_decay}], lr, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def peer(name: str, **options: Any) -> Callable[[Iterable[Parameter], float, flo
 OPTIMIZERS: dict[str, Kind] = {
     "AdamS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay)),
     "AMSGradS": Kind(lambda params, lr, decay: FusedAdamS(params, lr, weight_decay=decay, amsgrad=True)),
-    "SGDS": Kind(sgds, lr=0.1),
+    "SGDS": Kind(lambda params, lr, decay: SGDS(params, lr, 0.9, decay), lr=0.1),
     "Adam": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay)),
     "AdamW": Kind(lambda params, lr, decay: AdamW(params, lr, weight_decay=DECOUPLED * decay)),
     "AMSGrad": Kind(lambda params, lr, decay: Adam(params, lr, weight_decay=decay, amsgrad=True)),
@@ -74,5 +75,5 @@ def adamw_weight_decay(optimizer: Optimizer) -> float:
     if isinstance(optimizer, AdamW):
         return float(group["weight_decay"])
     if isinstance(optimizer, SGDS):
-        return float(group["decoupled"] * (1 - group["dampening"]) / (1 - group["momentum"]))
+        return optimizer.decay
     return float("nan")

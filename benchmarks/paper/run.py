@@ -40,10 +40,6 @@ class Run:
         return replace(self, optimizer=optimizer, weight_decay=weight_decay, seed=seed, lr=lr)
 
     @property
-    def windows(self) -> int:
-        return self.epochs
-
-    @property
     def task(self) -> str:
         return f"{self.data}/{self.model}"
 

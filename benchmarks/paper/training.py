@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -158,11 +158,9 @@ def lesson_of(run: Run, root: Path | None, device: torch.device) -> ImageLesson 
     return ImageLesson(run, load_images(*given), device)
 
 
-def trained(
-    run: Run, checkpoint: Checkpoint, after_window: Callable[[], None], root: Path | None, device: str
-) -> dict[str, Any]:
+def trained(run: Run, checkpoint: Checkpoint, root: Path | None, device: str) -> dict[str, Any]:
     lesson = lesson_of(run, root, torch.device(device))
-    points = train(lesson, checkpoint, after_window)
+    points = train(lesson, checkpoint)
     return {"run": asdict(run), "points": points}
 
 

@@ -98,27 +98,21 @@ class Lesson:
         self.steps = state["steps"]
 
 
-def train(
-    lesson: Lesson, checkpoint: Checkpoint | None = None, after_window: Callable[[], None] = lambda: None
-) -> list[Point]:
+def train(lesson: Lesson, checkpoint: Checkpoint | None = None) -> list[Point]:
     checkpoint = checkpoint or Checkpoint()
     points: list[Point] = []
     found = checkpoint.load()
     if found is not None:
         lesson.load_state_dict(found["lesson"])
         points = found["points"]
-        for _ in points:
-            after_window()
     for steps in lesson.windows[len(points) :]:
         lesson.begin_window()
         lesson.model.train()
         for batch in islice(lesson.batches(), steps):
             lesson.step(batch)
         points.append(lesson.point(len(points) + 1 == len(lesson.windows)))
-        after_window()
-        is_last = len(points) == len(
-            lesson.windows
-        )  # what a study computes after it may need more memory than there is
+        # The last one at once: what a study computes after it may need more memory than there is.
+        is_last = len(points) == len(lesson.windows)
         checkpoint.save(lambda: {"lesson": lesson.state_dict(), "points": points}, at_once=is_last)
     return points
 

@@ -37,10 +37,6 @@ class Run:
         ends = sorted({*range(self.every, self.schedule.steps, self.every), *self.schedule.ends})
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
-    @property
-    def windows(self) -> int:
-        return len(self.lengths)
-
 
 @dataclass(frozen=True)
 class Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -66,9 +66,9 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors)).square().sum()
 
 
-def trained(run: Run, checkpoint: Checkpoint, after_window: Callable[[], None], sources: Sources) -> dict[str, Any]:
+def trained(run: Run, checkpoint: Checkpoint, sources: Sources) -> dict[str, Any]:
     lesson = DecayLesson(run, task_of(run.task, sources))
-    points = train(lesson, checkpoint, after_window)
+    points = train(lesson, checkpoint)
     count = sum(param.numel() for param in lesson.model.parameters())
     normed = sum(param.numel() for param in lesson.normed)
     return {"run": asdict(run), "points": points, "parameters": count, "normed_parameters": normed}

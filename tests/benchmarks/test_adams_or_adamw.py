@@ -159,7 +159,7 @@ def test_a_run_is_the_same_again_and_starts_as_its_pair_does() -> None:
     task = Run("noise", "small-resnet", 1, 8, limit=8, held_out=8)  # one step: its loss is that of the first weights
     names = ("error", "train_loss", "loss", "weight_norm", "correct", "data")
     first, again, pair = (
-        trained(Planned("A", "counted", contender, 1e-3, 100, task), Checkpoint(), lambda: None, None)
+        trained(Planned("A", "counted", contender, 1e-3, 100, task), Checkpoint(), None)
         for contender in (ADAMS, ADAMS, ADAMW)
     )
     assert [first[name] for name in names] == [again[name] for name in names]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cliffs, gpu
+from benchmarks import gpu
 from benchmarks.conditions import read_rows
 from benchmarks.step_times import pictures
 from benchmarks.step_times.authors_loop import AuthorsLoop
@@ -106,26 +106,6 @@ def test_the_authors_loop_is_adams_but_for_eps_in_the_schedule(eps: float, allow
     assert difference > 5e-7 or not eps
 
 
-def test_cliffs_step_the_plain_steps_weights() -> None:
-    """Also that no case changes the numbers of which the next one is made."""
-    source = cliffs.Source(torch.float32, 1)
-    weights, grads = source.weights.clone(), source.grads.clone()
-    for name, make in cliffs.LAYOUTS.items():
-        params = make(source)
-        assert torch.equal(torch.cat([param.detach().flatten() for param in params]), weights), name
-    assert torch.equal(source.grads, grads)
-    for name, strides in {
-        "gradient transposed": ((1024, 1), (1, 396)),
-        "channels_last 3x3": ((6336, 1, 2112, 704),) * 2,
-        "channels_last 1x1": ((1024, 1, 1024, 1024),) * 2,
-        "parameter with gaps": ((2048, 2), (1024, 1)),
-        "gradient expanded in rows": ((1024, 1), (1, 0)),
-    }.items():
-        (param,) = cliffs.LAYOUTS[name](source)
-        assert (param.stride(), param.grad.stride()) == strides, name  # type: ignore[union-attr]
-    assert 0 < cliffs.TINY**2 < torch.finfo(torch.float32).tiny
-
-
 # --- Commands, files and pictures
 
 
@@ -135,7 +115,6 @@ def test_cliffs_step_the_plain_steps_weights() -> None:
         ("step_time", "one-1M"),
         ("training_loops", "MLP"),
         ("mixed_precision", "bfloat16"),
-        ("cliffs", "bfloat16 masters, rows of"),
     ],
 )
 @pytest.mark.usefixtures("one_thread")
@@ -145,7 +124,7 @@ def test_commands_write_what_the_stored_runs_have(name: str, case: str, tmp_path
     rows, stored = read_rows(tmp_path / f"{name}.csv"), read_rows(RESULTS / f"{name}.csv")
     assert set(rows[0]) == set(stored[0])
     for row in rows:
-        peers = [r for r in rows if r["contender"] == row["peer"] and r.get("layout") == row.get("layout")]
+        peers = [r for r in rows if r["contender"] == row["peer"]]
         assert float(row["ratio"]) == pytest.approx(float(row["median_s"]) / float(peers[0]["median_s"]))
     with pytest.raises(SystemExit, match=re.escape("No case has such a title or contender. There are\n    ")):
         main(["--quick", "--case", "no such thing", "--threads", "1"])
