@@ -25,7 +25,8 @@ Results = dict[str, Tensor]
 
 STEPS = 3
 SHOWN = 20
-# Of the kernels' vectors, blocks and segments: less than one, whole ones, and a rest. The last three are coded in 8 bits.
+# Of the kernels' vectors, blocks and segments: less than one, whole ones, and a rest. The last three are coded in
+# 8 bits.
 SHAPES = [(), (7,), (4099,), (130, 32), (5, 264, 4), (9, 1023)]
 STORAGE: dict[str, dict[str, Any]] = {
     "float64": {"dtype": torch.float64},
