@@ -35,6 +35,7 @@ class Group:
     largest_lr_so_far: float = 0.0
     ema_decay: float | None = None
     ema_warmup: bool = False
+    bias_correction: bool = True
 
 
 @dataclass
@@ -80,7 +81,7 @@ class AdamS:
             self.max_exp_avg_sq[i] = np.maximum(self.max_exp_avg_sq[i], self.exp_avg_sq[i])
         self.exp_avg_sq_mean = self.mean(with_grad)
         for group, i in with_grad:
-            exp_avg_hat = self.exp_avg[i] / self.bias_correction(group.betas[0], i)
+            exp_avg_hat = self.exp_avg[i] / self.bias_correction(group, 0, i)
             direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
             shrink = self.shrink(group, self.mean_for(i, with_grad))
             decays = self.agrees(i, direction, g[i]) if group.cautious_decay else np.ones_like(direction, dtype=bool)
@@ -117,12 +118,12 @@ class AdamS:
         """Which elements the update does not move away from zero."""
         return direction * self.params[i] >= 0
 
-    def bias_correction(self, beta: float, i: int) -> Array:
-        return 1 - wide(beta) ** self.steps[i]
+    def bias_correction(self, group: Group, moment: int, i: int) -> Array:
+        return 1 - wide(group.betas[moment]) ** self.steps[i] if group.bias_correction else wide(1.0)
 
     def exp_avg_sq_hat(self, group: Group, i: int) -> Array:
         second = self.max_exp_avg_sq[i] if group.amsgrad else self.exp_avg_sq[i]
-        return second / self.bias_correction(group.betas[1], i)
+        return second / self.bias_correction(group, 1, i)
 
     def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
         count = sum(self.params[i].size for _, i in with_grad)
@@ -188,50 +189,3 @@ class MeanNotClipped(AdamS):
 
 
 WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, NoBiasCorrection, MeanOfStepBefore, MeanNotClipped]
-
-
-# --- Wrong where decay is corrected, independent of the learning rate, or cautious
-
-
-NotCorrected = wrong("NotCorrected", correction=lambda self, group: wide(1.0))  # AdamW's
-CorrectedTwice = wrong("CorrectedTwice", correction=lambda self, group: AdamS.correction(self, group) ** 2)
-LargestOfAllGroups = wrong(
-    "LargestOfAllGroups",
-    correction=lambda self, group: wide(group.lr) / max(other.largest_lr_so_far for other in self.groups),
-)
-IndependentTimesLr = wrong(
-    "IndependentTimesLr", shrink=lambda self, group, mean: AdamS.shrink(self, group, mean) * group.lr
-)
-# Momentum may point elsewhere than the gradient; the other weights decay; nothing is left out; or the weight is taken
-# as the update leaves it.
-AgreesWithGradient = wrong("AgreesWithGradient", agrees=lambda self, i, way, grad: grad * self.params[i] >= 0)
-AgreesElsewhere = wrong("AgreesElsewhere", agrees=lambda self, i, way, grad: way * self.params[i] <= 0)
-AgreesWithAll = wrong("AgreesWithAll", agrees=lambda self, i, way, grad: np.ones_like(way, dtype=bool))
-
-
-def _agrees_after_update(self: AdamS, i: int, direction: Array, grad: Array) -> Array:
-    lr = next(group.lr for group in self.groups if i in group.params)
-    return direction * (self.params[i] - lr * direction) >= 0
-
-
-AgreesAfterUpdate = wrong("AgreesAfterUpdate", agrees=_agrees_after_update)
-
-
-# --- Wrong where weights are averaged: of the weight before the update; with a warm-up that is a step behind; or
-# starting as the weight after the first step
-
-
-def _decay_of_step_before(self: AdamS, group: Group, i: int) -> Array:
-    t = self.steps[i] - 1
-    return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
-
-
-AverageOfOldWeights = wrong(
-    "AverageOfOldWeights",
-    average=lambda self, decay, i, before: self.ema_param[i] + (1 - decay) * (before - self.ema_param[i]),
-)
-DecayOfStepBefore = wrong("DecayOfStepBefore", ema_decay=_decay_of_step_before)
-AverageFromFirstStep = wrong(
-    "AverageFromFirstStep",
-    average=lambda self, decay, i, before: AdamS.average(self, decay if self.steps[i] > 1 else wide(0.0), i, before),
-)

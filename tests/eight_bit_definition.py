@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from tests.definition import AdamS, Array, Group
+from tests.definition import AdamS, Array
 
 BLOCK = 256
 LOW = 0xFFFFFFFF
@@ -38,7 +38,7 @@ def is_coded(shape: tuple[int, ...], least_numel: int = 4096) -> bool:
 
 
 class EightBitAdamS(AdamS):
-    """Rounds the moments of large tensors after each step. Methods are there to be got wrong."""
+    """Rounds the moments of large tensors after each step."""
 
     seed = 0
     least_numel = 4096
@@ -74,30 +74,3 @@ class EightBitAdamS(AdamS):
             return np.zeros_like(values)
         fixed = np.rint(values * (np.float32(256) / scale)).astype(np.int64)
         return np.clip((fixed + noise) >> 8, least, largest).astype(np.float32) * scale
-
-
-def wrong(name: str, **methods: Any) -> type[EightBitAdamS]:
-    """Returns the definition with a mistake."""
-    return type(name, (EightBitAdamS,), methods)
-
-
-# Codes stick; the same random bits in each step; both moments are rounded by the same bits; float32's.
-ToNearest = wrong("ToNearest", noise=lambda self, key, block, element: (128, 128))
-OtherBits = wrong("OtherBits", noise=lambda self, key, block, element: random_bytes(7, block, element))
-OneBitsForBoth = wrong(
-    "OneBitsForBoth", noise=lambda self, key, block, element: random_bytes(key, block, element)[:1] * 2
-)
-NotRounded = wrong("NotRounded", rounded=lambda self, exp_avg, exp_avg_sq, key: (exp_avg, exp_avg_sq))
-
-
-class BlocksAcrossRows(EightBitAdamS):
-    """Wrong: blocks of a sharded tensor would depend on where it is cut."""
-
-    def rounded(self, exp_avg: Array, exp_avg_sq: Array, key: int) -> tuple[Array, Array]:
-        flat = super().rounded(exp_avg.reshape(-1), exp_avg_sq.reshape(-1), key)
-        return flat[0].reshape(exp_avg.shape), flat[1].reshape(exp_avg.shape)
-
-
-WRONG = [ToNearest, OtherBits, OneBitsForBoth, BlocksAcrossRows, NotRounded]
-
-__all__ = ["WRONG", "EightBitAdamS", "Group"]

@@ -1,15 +1,14 @@
-"""Steps whose gradient norm stands out: the rule of this package, in floats, and ZClip's as it was published."""
+"""Steps whose gradient norm stands out: the rule of this package, in floats. That of clipping is ZClip's."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, pvariance
 
 
 @dataclass
 class Rule:
-    """`step` takes the norm of a step. Methods in the middle are there to be got wrong."""
+    """`step` takes the norm of a step."""
 
     outliers: str
     sigma: float = 6.0
@@ -35,13 +34,12 @@ class Rule:
         is_outlier = norm > self.threshold()
         self.steps += 1
         self.found += is_outlier
-        if is_outlier and self.outliers == "skip" and self.may_skip():
+        if is_outlier and self.outliers == "skip" and self.in_a_row < 10:
             self.in_a_row += 1
-            self.skipped(norm)
             return 0.0
         self.in_a_row = 0
         taken = self.limit(norm) if is_outlier and self.outliers == "clip" else norm
-        self.count(self.entry(norm, taken))
+        self.count(taken)
         return taken
 
     def deviation(self) -> float:
@@ -50,15 +48,6 @@ class Rule:
     def limit(self, norm: float) -> float:
         z = (norm - self.mean) / self.deviation()
         return self.mean + self.sigma**2 / z * self.deviation()
-
-    def may_skip(self) -> bool:
-        return self.in_a_row < 10
-
-    def skipped(self, norm: float) -> None:
-        pass
-
-    def entry(self, norm: float, taken: float) -> float:
-        return taken
 
     def count(self, norm: float) -> None:
         self.counted += 1
@@ -69,71 +58,3 @@ class Rule:
         else:
             self.mean = 0.97 * self.mean + 0.03 * norm
             self.variance = 0.97 * self.variance + 0.03 * (norm - self.mean) ** 2
-
-
-class SkippedNormsCount(Rule):
-    def skipped(self, norm: float) -> None:
-        self.count(norm)
-
-
-class AlwaysSkips(Rule):
-    def may_skip(self) -> bool:
-        return True
-
-
-class SkipsOnceMore(Rule):
-    def may_skip(self) -> bool:
-        return self.in_a_row < 11
-
-
-class NormsCountUnclipped(Rule):
-    def entry(self, norm: float, taken: float) -> float:
-        return norm
-
-
-class ClipsToThreshold(Rule):
-    def limit(self, norm: float) -> float:
-        return self.threshold()
-
-
-class ClipsToMean(Rule):
-    def limit(self, norm: float) -> float:
-        return self.mean
-
-
-class MeasuresOneMore(Rule):
-    def threshold(self) -> float:
-        return super().threshold() if self.counted > self.measured else math.inf
-
-
-class VarianceOfOldMean(Rule):
-    def count(self, norm: float) -> None:
-        if self.counted >= self.measured:
-            self.variance += 0.03 * ((norm - self.mean) ** 2 - (0.97 * (norm - self.mean)) ** 2)
-        super().count(norm)
-
-
-WRONG: dict[str, list[type[Rule]]] = {
-    "skip": [SkippedNormsCount, AlwaysSkips, SkipsOnceMore, MeasuresOneMore, VarianceOfOldMean],
-    "clip": [NormsCountUnclipped, ClipsToThreshold, ClipsToMean, MeasuresOneMore, VarianceOfOldMean],
-}
-
-
-class ZClip:
-    """arXiv 2504.02507 with reciprocal clipping, alpha=0.97 and 25 steps of warm-up."""
-
-    def __init__(self, z: float) -> None:
-        self.z, self.norms = z, list[float]()
-        self.mean = self.variance = math.nan
-
-    def step(self, norm: float) -> float:
-        if len(self.norms) < 25:
-            self.norms.append(norm)
-            self.mean, self.variance = fmean(self.norms), pvariance(self.norms)
-            return norm
-        deviation = math.sqrt(self.variance)
-        z = (norm - self.mean) / deviation
-        taken = self.mean + self.z**2 * deviation / z if z > self.z else norm
-        self.mean = 0.97 * self.mean + 0.03 * taken
-        self.variance = 0.97 * self.variance + 0.03 * (taken - self.mean) ** 2
-        return taken

@@ -1,4 +1,4 @@
-"""Steps whose gradient norm stands out: judged by the rule in floats, and by ZClip's."""
+"""Steps whose gradient norm stands out: judged by the rule in floats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from swd_fused import FusedAdamS, FusedAdamW, outliers
 from swd_fused.outliers import KEY
 from tests.device import DEVICE
-from tests.outliers_definition import WRONG, Rule, ZClip
+from tests.outliers_definition import Rule
 from tests.runs import fused, random_params, run
 
 Params = list[torch.nn.Parameter]
@@ -80,7 +80,7 @@ def smaller(norms: list[float], taken: list[float], max_grad_norm: float) -> lis
 
 @pytest.mark.parametrize("mode", ["skip", "clip"])
 @pytest.mark.parametrize("groups", [ONE_BUCKET, TWO_BUCKETS], ids=["one bucket", "two buckets"])
-def test_equals_the_rule_and_no_wrong_one(backend: str, groups: list[Options], mode: Any) -> None:
+def test_equals_the_rule(backend: str, groups: list[Options], mode: Any) -> None:
     params, norms = float64_params(), norms_for(mode)
     optimizer = fused(params, groups, backend=backend, outliers=mode, lr=1e-6)
     found = taken_norms(optimizer, params, norms)
@@ -88,9 +88,6 @@ def test_equals_the_rule_and_no_wrong_one(backend: str, groups: list[Options], m
     rule = Rule(mode)
     assert close(found, [rule.step(norm) for norm in norms])
     assert found[MEASURED] != norms[MEASURED]
-    for wrong in WRONG[mode]:
-        other = wrong(mode)
-        assert not close(found, [other.step(norm) for norm in norms]), wrong
     metrics = optimizer.metrics()
     assert metrics["outlier_share"] == rule.found / rule.steps
     assert metrics["outlier_threshold"] == pytest.approx(rule.threshold(), rel=1e-12)
@@ -98,16 +95,6 @@ def test_equals_the_rule_and_no_wrong_one(backend: str, groups: list[Options], m
     if mode == "skip":
         assert found[45:56] == [0.0] * 10 + found[55:56]
         assert found[55] > 0
-
-
-def test_equals_zclip() -> None:
-    params, norms = float64_params(), [norm or 1.0 for norm in norms_for("clip")]
-    optimizer = fused(params, ONE_BUCKET, outliers="clip", outlier_sigma=2.5, lr=1e-6)
-    zclip = ZClip(2.5)
-    wanted = [zclip.step(norm) for norm in norms]
-    found = taken_norms(optimizer, params, norms)
-    assert close(found, wanted, 1e-4)  # it has no least deviation
-    assert sum(norm - clipped > 1e-3 for norm, clipped in zip(norms, found, strict=True)) >= 5
 
 
 def test_norms_that_differ_by_rounding_do_not_stand_out() -> None:

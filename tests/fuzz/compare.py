@@ -138,7 +138,7 @@ def check_stepped(
     assert size is not None
     computed = torch.promote_types(param.dtype.to_real(), torch.float32)
     u = (ROUNDINGS + DECODING * (noises is not None)) * unit(computed)
-    bias_correction1, bias_correction2 = (judge.bias_correction(beta, i) for beta in group.betas)
+    bias_correction1, bias_correction2 = (judge.bias_correction(group, moment, i) for moment in (0, 1))
     cancelled = bias_correction_error(group, judge.steps[i])
     factor = 0.0 if judge.max_grad_norm is None else tolerance  # of the norm, by which gradients are clipped
     exp_avg_bound = u * abs(start.exp_avg) + (u + factor) * (1 - beta1) * size

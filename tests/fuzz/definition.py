@@ -11,7 +11,7 @@ from tests.definition import AdamS, Array, Group, wide
 
 @dataclass
 class OneStep(AdamS):
-    """Adds Adam's L2 regularization, the lagged schedule and steps without bias correction.
+    """Adds Adam's L2 regularization and the lagged schedule.
 
     Meant for a single step: `params`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` and `steps` are set before it to what
     the optimizer under test holds. So no rounding of the steps before counts, and whatever follows from anything else
@@ -22,7 +22,6 @@ class OneStep(AdamS):
     """
 
     lagged: bool = False
-    corrects_bias: bool = True
     applied: list[Array | None] = field(init=False)  # gradients after clipping and L2
     applied_size: list[Array | None] = field(init=False)  # of the terms that they are sums of
 
@@ -57,6 +56,3 @@ class OneStep(AdamS):
 
     def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
         return super().mean(with_grad) if self.last_mean is None else self.last_mean
-
-    def bias_correction(self, beta: float, i: int) -> Array:
-        return super().bias_correction(beta, i) if self.corrects_bias else wide(1.0)

@@ -39,7 +39,11 @@ class Session:
         self.rng = case.rng
         self.generator = case.generator()
         self.groups = [
-            Group([i for i, tensor in enumerate(case.tensors) if tensor.group == g], **_hyper(group))
+            Group(
+                [i for i, tensor in enumerate(case.tensors) if tensor.group == g],
+                bias_correction=case.options["bias_correction"],
+                **_hyper(group),
+            )
             for g, group in enumerate(case.groups)
         ]
         self.in_order = [i for group in self.groups for i in group.params]  # as the optimizer numbers parameters
@@ -138,7 +142,6 @@ class Session:
             options.get("max_grad_norm"),
             decay=options["decay"],
             lagged=options.get("schedule") == "lagged",
-            corrects_bias=options["bias_correction"],
         )
         for group, own in zip(self.groups, self.trained.optimizer.param_groups, strict=True):
             group.largest_lr, group.largest_lr_so_far = own["largest_lr"], float(own["largest_lr_so_far"])

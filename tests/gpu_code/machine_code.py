@@ -15,7 +15,7 @@ from pathlib import Path
 
 from triton import knobs
 
-from .machine_loops import flights_of_whole_blocks, inner_loops
+from .machine_loops import flights_of_whole_blocks, inner_loops, read_sass
 
 
 @dataclass
@@ -45,36 +45,23 @@ def read_cubin(cubin: bytes) -> MachineCode:
     functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", usage)
     if len(functions) != 1:
         raise ValueError(f"one kernel is wanted, the cubin has {[f[0] for f in functions]}")
-    code = MachineCode(registers=int(functions[0][1]), stack_bytes=int(functions[0][2]), spills=0)
-    loops = inner_loops(sass)
-    code.bytes_in_flight = flights_of_whole_blocks(loops)
-    code.spills_in_loops = sum(instruction.is_spill for loop in loops for instruction in loop)
-    for opcode in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.M):
-        _count_sass(code, opcode)
-    return code
+    instructions = read_sass(sass)
+    loops = inner_loops(instructions)
+    return MachineCode(
+        registers=int(functions[0][1]),
+        stack_bytes=int(functions[0][2]),
+        spills=sum(instruction.is_spill for instruction in instructions),
+        spills_in_loops=sum(instruction.is_spill for loop in loops for instruction in loop),
+        loads=Counter(8 * instruction.bytes for instruction in instructions if instruction.is_load),
+        stores=Counter(8 * instruction.bytes for instruction in instructions if instruction.is_store),
+        bytes_in_flight=flights_of_whole_blocks(loops),
+    )
 
 
 def _cuobjdump(option: str, path: Path) -> str:
     tool = knobs.nvidia.cuobjdump.path
     env = os.environ | {"PATH": f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
     return subprocess.run([tool, option, str(path)], env=env, capture_output=True, text=True, check=True).stdout
-
-
-def _count_sass(code: MachineCode, opcode: str) -> None:
-    base, *modifiers = opcode.split(".")
-    if base in ("LDL", "STL"):
-        code.spills += 1
-    elif base in ("LDG", "LD") and "STRONG" not in modifiers:
-        code.loads[_sass_width(modifiers)] += 1
-    elif base in ("STG", "ST") and "STRONG" not in modifiers:
-        code.stores[_sass_width(modifiers)] += 1
-
-
-def _sass_width(modifiers: list[str]) -> int:
-    for modifier in modifiers:
-        if match := re.fullmatch(r"[US]?(8|16|64|128|256)", modifier):
-            return int(match[1])
-    return 32
 
 
 def read_amdgcn(assembly: str) -> MachineCode:

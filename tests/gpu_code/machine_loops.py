@@ -21,7 +21,11 @@ class Instruction(NamedTuple):
     @property
     def is_load(self) -> bool:
         """From global memory, and not to synchronise."""
-        return self.opcode.startswith(("LDG", "LD.")) and "STRONG" not in self.opcode
+        return self.opcode.split(".")[0] in ("LDG", "LD") and "STRONG" not in self.opcode
+
+    @property
+    def is_store(self) -> bool:
+        return self.opcode.split(".")[0] in ("STG", "ST") and "STRONG" not in self.opcode
 
     @property
     def is_spill(self) -> bool:
@@ -44,9 +48,12 @@ class Instruction(NamedTuple):
         return {int(number) for number in REGISTER.findall(operands)}
 
 
-def inner_loops(sass: str) -> list[list[Instruction]]:
+def read_sass(sass: str) -> list[Instruction]:
+    return [Instruction(int(address, 16), *rest) for address, *rest in INSTRUCTION.findall(sass)]
+
+
+def inner_loops(code: list[Instruction]) -> list[list[Instruction]]:
     """Returns the loops that contain no other loop: what lies between a branch back and where it leads."""
-    code = [Instruction(int(address, 16), *rest) for address, *rest in INSTRUCTION.findall(sass)]
     place = {instruction.address: i for i, instruction in enumerate(code)}
     loops = []
     for end, instruction in enumerate(code):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from .ptx_memory import READABLE, WRITABLE, AccessError
+from .ptx_memory import READABLE, WRITABLE, AccessError, Bank
 from .ptx_parser import Instruction, elements
-from .ptx_state import Execute, Lanes, Operands, State
+from .ptx_state import Execute, Lanes, Operands, State, Write
 from .ptx_types import TYPES, UNSIGNED, Array, Type, type_of
+
+Access = Callable[[State, Lanes], tuple[Bank, Array]]
 
 SYNCHRONISING = {"acquire", "release", "acq_rel", "relaxed", "volatile"}
 SPACES = {"global", "shared", "shared::cta", "param", "local", "const"}
@@ -25,68 +29,36 @@ def compile_load(instruction: Instruction, operands: Operands) -> Execute:
     kind = type_of(instruction.opcode)
     raw = TYPES[f"{'s' if kind.kind == 'signed' else 'b'}{kind.width}"]
     writes = [operands.write(r, raw, wider=True) for r in elements(instruction.operands[0])]
-    space = space_of(instruction)
-    if space == "param":
-        return _load_parameter(instruction, operands, raw, writes)
-    address = operands.address(instruction.operands[1])
-    size = kind.width // 8 * len(writes)
-    synchronising = not SYNCHRONISING.isdisjoint(instruction.parts)
+    if space_of(instruction) == "param":
+        return _load_parameter(instruction, operands, raw, *writes)
+    access = _access(instruction, operands, instruction.operands[1], kind.width // 8 * len(writes), READABLE)
 
     def execute(state: State, lanes: Lanes) -> None:
-        at = address(state, lanes)
-        check(state, lanes, at, size, READABLE, space, instruction)
-        if space == "shared":
-            bank, at = state.shared, at + state.shared_base[lanes]
-        else:
-            bank = state.memory
-            if synchronising:
-                synchronise(state, lanes, at, instruction)
-            else:
-                state.statistics.loads.count(state.warp[lanes], at, size)
-                if state.races:
-                    state.races.read(state.lane[lanes], at, size, instruction)
+        bank, at = access(state, lanes)
         for i, write in enumerate(writes):
             write(state, lanes, raw.values(bank.load(at, kind.width, i)))
 
     return execute
 
 
-def _load_parameter(instruction: Instruction, operands: Operands, raw: Type, writes: list) -> Execute:
+def _load_parameter(instruction: Instruction, operands: Operands, raw: Type, write: Write) -> Execute:
     name, _, offset = instruction.operands[1].strip("[] ").partition("+")
     parameter = next(p for p in operands.code.parameters if p.name == name.strip())
-    size = raw.width // 8
     start = parameter.offset + int(offset or "0", 0)
-
-    def execute(state: State, lanes: Lanes) -> None:
-        for i, write in enumerate(writes):
-            at = start + i * size
-            write(state, lanes, raw.values(state.parameters[at : at + size].copy().view(UNSIGNED[raw.width])))
-
-    return execute
+    where = slice(start, start + raw.width // 8)
+    return lambda state, lanes: write(
+        state, lanes, raw.values(state.parameters[where].copy().view(UNSIGNED[raw.width]))
+    )
 
 
 def compile_store(instruction: Instruction, operands: Operands) -> Execute:
     kind = type_of(instruction.opcode)
     raw = TYPES[f"b{kind.width}"]
     reads = [operands.read(r, raw, wider=True) for r in elements(instruction.operands[1])]
-    address = operands.address(instruction.operands[0])
-    size = kind.width // 8 * len(reads)
-    space = space_of(instruction)
-    synchronising = not SYNCHRONISING.isdisjoint(instruction.parts)
+    access = _access(instruction, operands, instruction.operands[0], kind.width // 8 * len(reads), WRITABLE)
 
     def execute(state: State, lanes: Lanes) -> None:
-        at = address(state, lanes)
-        check(state, lanes, at, size, WRITABLE, space, instruction)
-        if space == "shared":
-            bank, at = state.shared, at + state.shared_base[lanes]
-        else:
-            bank = state.memory
-            if synchronising:
-                synchronise(state, lanes, at, instruction)
-            else:
-                state.statistics.stores.count(state.warp[lanes], at, size)
-                if state.races:
-                    state.races.write(state.lane[lanes], at, size, instruction)
+        bank, at = access(state, lanes)
         for i, read in enumerate(reads):
             bank.store(at, kind.width, i, read(state, lanes))
 
@@ -95,33 +67,50 @@ def compile_store(instruction: Instruction, operands: Operands) -> Execute:
 
 def compile_atomic(instruction: Instruction, operands: Operands) -> Execute:
     """atom.add. Lanes take their turns in order, as some order is all that a GPU promises."""
-    if "add" not in instruction.parts or space_of(instruction) != "global":
+    known = "add" in instruction.parts and not SYNCHRONISING.isdisjoint(instruction.parts)
+    if not known or space_of(instruction) != "global":
         raise NotImplementedError(instruction.text)
     kind = type_of(instruction.opcode)
     target, where, source = instruction.operands
-    write, address, read = operands.write(target, kind), operands.address(where), operands.read(source, kind)
+    write, read = operands.write(target, kind), operands.read(source, kind)
+    access = _access(instruction, operands, where, kind.width // 8, READABLE | WRITABLE)
 
     def execute(state: State, lanes: Lanes) -> None:
-        at = address(state, lanes)
-        check(state, lanes, at, kind.width // 8, READABLE | WRITABLE, "global", instruction)
-        synchronise(state, lanes, at, instruction)
+        bank, at = access(state, lanes)
         added = np.broadcast_to(read(state, lanes), at.shape)
         old_values = np.zeros(at.size, UNSIGNED[kind.width])
         for i in range(at.size):
             here = at[i : i + 1]
-            old = state.memory.load(here, kind.width, 0)
+            old = bank.load(here, kind.width, 0)
             old_values[i] = old[0]
-            state.memory.store(here, kind.width, 0, kind.bits(kind.values(old) + added[i : i + 1]))
+            bank.store(here, kind.width, 0, kind.bits(kind.values(old) + added[i : i + 1]))
         write(state, lanes, kind.values(old_values))
 
     return execute
 
 
-def synchronise(state: State, lanes: Lanes, at: Array, instruction: Instruction) -> None:
-    state.statistics.synchronising[instruction.opcode] += np.unique(state.warp[lanes]).size
-    if state.races:
-        for lane, address in zip(state.lane[lanes], at, strict=True):
-            state.races.synchronise(lane, int(address), instruction)
+def _access(instruction: Instruction, operands: Operands, operand: str, size: int, right: int) -> Access:
+    """Returns a function that checks and counts an access of `size` bytes, and returns the bank and where in it."""
+    space, address = space_of(instruction), operands.address(operand)
+    is_synchronising = not SYNCHRONISING.isdisjoint(instruction.parts)
+
+    def access(state: State, lanes: Lanes) -> tuple[Bank, Array]:
+        at = address(state, lanes)
+        check(state, lanes, at, size, right, space, instruction)
+        if space == "shared":
+            return state.shared, at + state.shared_base[lanes]
+        if not is_synchronising:
+            traffic = state.statistics.loads if right == READABLE else state.statistics.stores
+            traffic.count(state.warp[lanes], at, size)
+        if state.races and is_synchronising:
+            for lane, byte in zip(state.lane[lanes], at, strict=True):
+                state.races.synchronise(lane, int(byte), instruction)
+        elif state.races:
+            note = state.races.read if right == READABLE else state.races.write
+            note(state.lane[lanes], at, size, instruction)
+        return state.memory, at
+
+    return access
 
 
 def check(state: State, lanes: Lanes, at: Array, size: int, right: int, space: str, instruction: Instruction) -> None:

@@ -26,20 +26,15 @@ def compile_shift(instruction: Instruction, operands: Operands) -> Execute:
 
 
 def compile_bit_field(instruction: Instruction, operands: Operands) -> Execute:
-    """bfe: some bits of a number, with the sign of the highest for signed types."""
-    kind = type_of(instruction.opcode)
+    """bfe.u32: some bits of a number."""
+    if instruction.opcode != "bfe.u32":
+        raise NotImplementedError(instruction.text)
 
     def extract(x: Array, position: Array, length: Array) -> Array:
-        wide = x.astype(object)
-        position, length = (position & 255).astype(object), (length & 255).astype(object)
-        field = (wide >> position) & ((1 << length) - 1)
-        if kind.kind == "signed":
-            top = np.minimum(position + length - 1, kind.width - 1)
-            sign = (wide >> top) & 1 & (length > 0)
-            field = field - (sign << length)
-        return field.astype(x.dtype)
+        shifted = x.astype(np.uint64) >> (position & 255).astype(np.uint64)
+        return (shifted & ((np.uint64(1) << (length & 255).astype(np.uint64)) - np.uint64(1))).astype(np.uint32)
 
-    return apply(instruction, operands, extract, kind, kind, TYPES["u32"], TYPES["u32"])
+    return apply(instruction, operands, extract, *[TYPES["u32"]] * 4)
 
 
 def compile_permute(instruction: Instruction, operands: Operands) -> Execute:

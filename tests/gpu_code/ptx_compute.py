@@ -51,10 +51,10 @@ COMPARE: dict[str, Calculate] = {
     "nan": lambda a, b: (a != a) | (b != b),
 }
 
-TO_INTEGRAL: dict[str, Calculate] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+TO_INTEGRAL: dict[str, Calculate] = {"rni": np.rint, "rzi": np.trunc}
 
 # To nearest even is what NumPy and the types do.
-OTHER_MODES = {"rz", "rm", "rp", "rna", "sat", "relu", "ftz", "approx", "hi", "NaN"}
+OTHER_MODES = {"rz", "rm", "rp", "rmi", "rpi", "rna", "sat", "relu", "ftz", "approx", "hi", "NaN"}
 
 
 def apply(instruction: Instruction, operands: Operands, calculate: Calculate, *kinds: Type) -> Execute:
@@ -159,25 +159,8 @@ def compile_divide(instruction: Instruction, operands: Operands) -> Execute:
 
 
 def compile_compare(instruction: Instruction, operands: Operands) -> Execute:
-    """setp p|q, a, b and its form with and, or, xor of a further predicate."""
     kind = type_of(instruction.opcode)
-    compare = COMPARE[instruction.parts[1]]
-    combine = next((BINARY[p] for p in instruction.parts[2:] if p in ("and", "or", "xor")), None)
-    targets = [operands.write(t.strip(), TYPES["pred"]) for t in instruction.operands[0].split("|")]
-    left, right = (operands.read(o, kind) for o in instruction.operands[1:3])
-    further = read_predicate(operands, instruction.operands[3]) if combine else None
-
-    def execute(state: State, lanes: Lanes) -> None:
-        result = compare(left(state, lanes), right(state, lanes))
-        for write, outcome in zip(targets, (result, ~result), strict=False):
-            write(state, lanes, outcome if combine is None else combine(outcome, further(state, lanes)))
-
-    return execute
-
-
-def read_predicate(operands: Operands, operand: str) -> Callable[[State, Lanes], Array]:
-    read = operands.read(operand.lstrip("!"), TYPES["pred"])
-    return (lambda state, lanes: ~read(state, lanes)) if operand.startswith("!") else read
+    return apply(instruction, operands, COMPARE[instruction.parts[1]], TYPES["pred"], kind, kind)
 
 
 def compile_select(instruction: Instruction, operands: Operands) -> Execute:

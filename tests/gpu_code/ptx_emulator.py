@@ -25,7 +25,7 @@ from .ptx_parser import Instruction, Parameter, parse
 from .ptx_races import RaceError, Races
 from .ptx_scheduler import Scheduler, Step
 from .ptx_state import WARP, Execute, Operands, State
-from .ptx_types import TYPES, Array
+from .ptx_types import Array
 from .ptx_warp import compile_shuffle, compile_warp_reduction
 
 __all__ = ["AccessError", "Kernel", "Memory", "RaceError", "Statistics", "span_of"]
@@ -69,16 +69,12 @@ class Kernel:
         common["is_float64"] = "f64" in instruction.parts and instruction.base not in MOVES
         if instruction.base == "bra":
             return Step("branch", target=self.code.labels[instruction.operands[0]], **common)
-        if instruction.base in ("ret", "exit"):
+        if instruction.base == "ret":
             return Step("return", **common)
-        if instruction.base == "trap":
-            return Step("trap", **common)
-        if instruction.base in ("bar", "barrier") and "warp" not in instruction.parts:
-            if "sync" not in instruction.parts or instruction.operands != ("0",):
+        if instruction.base == "bar":
+            if instruction.opcode != "bar.sync" or instruction.operands != ("0",):
                 raise NotImplementedError(f"only barrier 0 of the whole program is known: {instruction.text}")
             return Step("barrier", **common)
-        if instruction.base in ("bar", "barrier"):
-            return Step("compute", execute=lambda state, lanes: None, **common)
         if instruction.base not in COMPILERS:
             raise NotImplementedError(f"unknown instruction: {instruction.text}")
         return Step("compute", execute=COMPILERS[instruction.base](instruction, operands), **common)
@@ -86,7 +82,7 @@ class Kernel:
     def run(
         self,
         memory: Memory,
-        args: Sequence[int | float | np.generic],
+        args: Sequence[int],
         programs: int,
         threads: int,
         shared_bytes: int = 0,
@@ -106,16 +102,12 @@ class Kernel:
         return state.statistics
 
 
-def pack(parameters: list[Parameter], args: Sequence[int | float | np.generic]) -> Array:
+def pack(parameters: list[Parameter], args: Sequence[int]) -> Array:
     """Arguments as bytes, each as its parameter declares it."""
     if len(args) > len(parameters):
         raise ValueError(f"{len(args)} arguments for {len(parameters)} parameters")
     block = np.zeros(max((p.offset + p.size for p in parameters), default=0), np.uint8)
     for parameter, value in zip(parameters, args, strict=False):
-        kind = TYPES[parameter.type or "b64"]
-        if isinstance(value, (float, np.floating)) != kind.is_float:
-            raise TypeError(f"{parameter.name} is {kind.name}, got {value!r}")
-        bits = kind.bits(np.array([value])) if kind.is_float else np.array([int(value) % 2**kind.width], np.uint64)
-        raw = bits.view(np.uint8)[: parameter.size]
-        block[parameter.offset : parameter.offset + raw.size] = raw
+        raw = (value % 2 ** (8 * parameter.size)).to_bytes(parameter.size, "little")
+        block[parameter.offset : parameter.offset + parameter.size] = np.frombuffer(raw, np.uint8)
     return block

@@ -83,14 +83,12 @@ def _whole_process() -> Array:
 class Traffic:
     """Global loads, or global stores.
 
-    `requests` counts warps, `bytes` counts each byte once in a warp's request (a GPU serves lanes that read one address
-    together), `lane_bytes` counts it for each lane, `sectors` counts the 32-byte sectors that a request touches.
-    `requests_of_width` has the width in bits of one lane's access.
+    `bytes` counts each byte once in a warp's request (a GPU serves lanes that read one address together), `sectors`
+    counts the 32-byte sectors that a request touches. `requests_of_width` counts warps by the width in bits of one
+    lane's access.
     """
 
-    requests: int = 0
     bytes: int = 0
-    lane_bytes: int = 0
     sectors: int = 0
     requests_of_width: Counter[int] = field(default_factory=Counter)
 
@@ -99,12 +97,9 @@ class Traffic:
         key = (warp << 48) | address
         if (key[1:] < key[:-1]).any():
             key = np.sort(key)
-        requests = _distinct(key >> 48)
-        self.requests += requests
         self.bytes += _distinct(key) * size
-        self.lane_bytes += key.size * size
         self.sectors += _distinct(key // SECTOR)
-        self.requests_of_width[8 * size] += requests
+        self.requests_of_width[8 * size] += _distinct(key >> 48)
 
 
 def _distinct(sorted_values: Array) -> int:
@@ -113,14 +108,10 @@ def _distinct(sorted_values: Array) -> int:
 
 @dataclass
 class Statistics:
-    """`synchronising` counts warps by opcode: atomics and acquiring loads, which a spin loop repeats at will."""
-
     loads: Traffic = field(default_factory=Traffic)
     stores: Traffic = field(default_factory=Traffic)
-    synchronising: Counter[str] = field(default_factory=Counter)
     warp_instructions: int = 0
     float64_instructions: int = 0  # of these, those of the unit for float64, which is narrow on most GPUs
-    barriers: int = 0
 
     @property
     def bytes(self) -> int:

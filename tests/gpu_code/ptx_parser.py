@@ -32,7 +32,6 @@ class Parameter:
     name: str
     offset: int
     size: int
-    type: str | None  # None for an array of bytes
 
 
 @dataclass
@@ -90,14 +89,9 @@ def _body_from(text: str, start: int) -> str:
 def _parameters(text: str) -> list[Parameter]:
     parameters, offset = [], 0
     for declaration in split_operands(text):
-        if block := re.search(r"\.align (\d+) \.b8 ([\w$]+)\[(\d+)\]", declaration):
-            align, name, size, kind = int(block[1]), block[2], int(block[3]), None
-        else:
-            kind = re.search(r"\.param\s+\.(\w+)", declaration)[1]
-            align = size = CLASS_WIDTH[kind] // 8
-            name = declaration.split()[-1]
-        offset = -(-offset // align) * align
-        parameters.append(Parameter(name, offset, size, kind))
+        size = CLASS_WIDTH[re.search(r"\.param\s+\.(\w+)", declaration)[1]] // 8
+        offset = -(-offset // size) * size
+        parameters.append(Parameter(declaration.split()[-1], offset, size))
         offset += size
     return parameters
 

@@ -22,7 +22,7 @@ NOT_RUNNING = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Step:
-    kind: str  # "compute", "branch", "barrier", "return" or "trap"
+    kind: str  # "compute", "branch", "barrier" or "return"
     text: str
     guard: int | None = None
     guard_negated: bool = False
@@ -127,8 +127,6 @@ class Scheduler:
         return self.state.lane[lanes][holds] if count else None
 
     def _stop(self, step: Step, lanes: Lanes, resume_at: int) -> None:
-        if step.kind == "trap":
-            raise RuntimeError(f"the kernel stopped itself: {step.text}")
         self.at[lanes] = NOT_RUNNING
         if step.kind == "barrier":
             self.waiting[lanes] = True
@@ -142,10 +140,8 @@ class Scheduler:
         if opened.any():
             self.at[opened] = self.resume_at[opened]
             self.waiting[opened] = False
-            for program in np.flatnonzero(opened.reshape(-1, self.threads).any(1)):
-                self.state.statistics.barriers += 1
-                if self.state.races:
-                    own = self.state.lane[program * self.threads : (program + 1) * self.threads]
+            for own in self.state.lane.reshape(-1, self.threads) if self.state.races else ():
+                if opened[own].any():
                     self.state.races.barrier(own[opened[own]])
 
 

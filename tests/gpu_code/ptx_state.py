@@ -37,18 +37,12 @@ class State:
         self.program = self.lane // threads
         self.thread = self.lane % threads
         self.shared_base = self.program * self._shared_stride()
-        zero = np.zeros(n, np.uint32)
         self.special = {
             "%tid.x": self.thread.astype(np.uint32),
             "%ctaid.x": self.program.astype(np.uint32),
-            "%ntid.x": zero + np.uint32(threads),
-            "%nctaid.x": zero + np.uint32(programs),
+            "%nctaid.x": np.full(n, programs, np.uint32),
             "%laneid": (self.lane % WARP).astype(np.uint32),
-            "%warpid": (self.thread // WARP).astype(np.uint32),
         }
-        for axis in "yz":
-            self.special |= {f"%{name}.{axis}": zero for name in ("tid", "ctaid")}
-            self.special |= {f"%{name}.{axis}": zero + np.uint32(1) for name in ("ntid", "nctaid")}
 
     def _shared_stride(self) -> int:
         return -(-self.shared_size // 128) * 128

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +12,11 @@ from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES
 from tests.backends.triton_launches import rebuilt_sums
 from tests.definition import AdamS, MeanOfStepBefore
-from tests.runs import defined, error, fused, moments, random_grads, random_params, run
+from tests.runs import defined, error, moments, run
 
+from .emulated_cases import BF16, CASES, LAGGED, Case
 from .emulated_launches import Change, emulated_launches
-from .ptx_emulator import RaceError, Statistics
+from .ptx_emulator import RaceError
 
 # Shorter and longer than blocks of 256, 512 and 1024, and than the 4096 to 8192 elements that pass 1 takes at once.
 SHAPES = [(1,), (513,), (1031,), (0,), (8192 + 1024 + 7,), (8192,)]
@@ -26,74 +24,7 @@ SMALL = [(1,), (513,), (1031,), (0,), (2048,)]  # for what takes long
 # With codes: whole blocks, shorter ones at the end of rows that are aligned and that are not, vectors that end with a
 # whole access and within one, and small tensors between.
 CODED = [(9, 512), (7,), (8, 600), (11, 402), (513,), (5000,), (3, 5, 300), (4099,)]
-STEPS = 3
 
-BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
-LAGGED = {"schedule": "lagged"}
-
-
-def two_groups(count: int, **of_first: Any) -> list[dict[str, Any]]:
-    """Groups that differ in everything, one of them maximized and without decay."""
-    first = {"lr": 1e-2, "weight_decay": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, **of_first}
-    second = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6, "maximize": True}
-    return [{"params": [*range(i, count, 2)], **group} for i, group in enumerate((first, second))]
-
-
-@dataclass
-class Case:
-    options: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    grad_dtype: torch.dtype | None = None
-    cautious: bool = False
-    offset: int = 0  # by how many elements parameters and gradients are away from an aligned address
-    device: dict[str, int] = field(default_factory=dict)
-
-    def start(self, shapes: list[tuple[int, ...]]) -> tuple[list[torch.nn.Parameter], list[list[Tensor]]]:
-        params = random_params(shapes, self.dtype)
-        return [self.placed(param) for param in params], random_grads(shapes, STEPS, self.grad_dtype or self.dtype)
-
-    def placed(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
-        room = torch.empty(param.numel() + self.offset, dtype=param.dtype)[self.offset :].view(param.shape)
-        own = torch.nn.Parameter(room.copy_(param.detach()))
-        if self.grad_dtype is not None:
-            own.grad_dtype = self.grad_dtype
-        return own
-
-    def groups(self, count: int) -> list[dict[str, Any]]:
-        groups = two_groups(count)
-        if self.cautious:
-            groups[0]["cautious_decay"], groups[1]["weight_decay"] = True, 1e-3
-        return groups
-
-    def trained(
-        self, params: list[torch.nn.Parameter], grads: list[list[Tensor]], backend: str = "triton"
-    ) -> tuple[list[torch.nn.Parameter], FusedAdamS]:
-        """Trains copies of the parameters."""
-        copies = [self.placed(param) for param in params]
-        optimizer = fused(copies, self.groups(len(copies)), backend=backend, **self.options)
-        run(copies, grads, optimizer)
-        return copies, optimizer
-
-
-CASES = {
-    "fp32": Case(),
-    "bf16": Case(dtype=BF16),
-    "fp16": Case(dtype=F16),
-    "fp64": Case(dtype=F64),
-    "fp32, bf16 gradients": Case(grad_dtype=BF16),
-    "bf16 masters": Case({"master_weights": True}, BF16),
-    "fp16 masters": Case({"master_weights": True}, F16),
-    "bf16 exp_avg": Case({"state_dtype": BF16}, BF16),
-    "cautious": Case(cautious=True),
-    "amsgrad clipped": Case({"amsgrad": True, "max_grad_norm": 0.5}),
-    "clipped": Case({"max_grad_norm": 0.5}),
-    "not aligned": Case(offset=1),
-    "bf16 not aligned, clipped": Case({"max_grad_norm": 0.5}, BF16, offset=1),
-    "one program": Case(device={"programs": 1}),
-    "lagged": Case(LAGGED),
-    "lagged bf16 not aligned": Case(LAGGED, BF16, offset=1),
-    "lagged amsgrad": Case({**LAGGED, "amsgrad": True}),
-}
 OTHER_ARCHITECTURES = {
     "sm_80": Case(device={"arch": 80}),
     "sm_100": Case(device={"arch": 100}),
@@ -254,64 +185,3 @@ LEFT_OUT = {
 def test_a_race_is_found_without(what: str) -> None:
     with pytest.raises(RaceError, match="no order between them"):
         race(CASES["fp32"], SMALL, None, LEFT_OUT[what])
-
-
-# --- Traffic
-
-
-def last_launch(case: Case, params: list[torch.nn.Parameter], grads: list[list[Tensor]], programs: int) -> Statistics:
-    """Returns what the step takes that ends a run."""
-    with emulated_launches(programs) as emulator:
-        case.trained(params, grads)
-    name, statistics = emulator.statistics[-1]
-    assert name == f"{case.options.get('schedule', 'exact')}_step_kernel"
-    return statistics
-
-
-@pytest.mark.parametrize("schedule", ["exact", "lagged"])
-def test_small_tensors_need_few_float64_instructions(schedule: str) -> None:
-    """After many steps. When all threads found a tensor's scalars, an exact step had 1,110 of them for each."""
-    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(100)]
-    for param in params:
-        param.grad = torch.ones(64)
-    with emulated_launches(programs=2, arch=75) as emulator:
-        optimizer = FusedAdamS(params, backend="triton", schedule=schedule)  # type: ignore[arg-type]
-        optimizer.step()
-        for param in params:
-            optimizer.state[param]["step"].fill_(100_000)
-        for _ in range(2):
-            optimizer.step()
-    assert 0 < emulator.statistics[-1][1].float64_instructions <= 320 * len(params)
-
-
-IN_8_BITS = {"state_dtype": "8bit"}
-# Bytes for each element, in and out: gradients twice in the exact step, and everything else of the update once; of
-# codes both scales of a block.
-BYTES = {
-    "fp32": (CASES["fp32"], 4 + 16 + 12),
-    "lagged": (CASES["lagged"], 16 + 12),
-    "bf16": (CASES["bf16"], 2 + 12 + 10),
-    "bf16 masters": (CASES["bf16 masters"], 2 + 14 + 12),
-    "fp16 masters": (CASES["fp16 masters"], 2 + 14 + 14),
-    "bf16 exp_avg": (CASES["bf16 exp_avg"], 2 + 10 + 8),
-    "amsgrad": (CASES["amsgrad clipped"], 4 + 12 + 20 + 16),
-    "averages": (Case({"ema_decay": 0.9}), 4 + 16 + 12 + 8),
-    "averages in 8 bits of masters": (Case({**IN_8_BITS, "master_weights": True, "ema_decay": 0.9}, BF16), 24 + 1 / 16),
-    "8 bits": (Case(IN_8_BITS), 20 + 1 / 16),
-    "8 bits lagged": (Case({**IN_8_BITS, **LAGGED}), 16 + 1 / 16),
-    "8 bits bf16": (Case({**IN_8_BITS, "stochastic_rounding": True}, BF16), 12 + 1 / 16),
-    "8 bits bf16 masters": (Case({**IN_8_BITS, "master_weights": True}, BF16), 16 + 1 / 16),
-    "8 bits amsgrad": (Case({**IN_8_BITS, "amsgrad": True}), 4 + 4 + 4 + 1 + 20 - 4 + 8 + 5 / 64),
-}
-
-
-@pytest.mark.parametrize(("case", "each"), BYTES.values(), ids=list(BYTES))
-def test_a_step_moves_as_few_bytes_as_there_are(case: Case, each: float) -> None:
-    params, grads = case.start([(300, 1024), (200, 768)])
-    is_lagged = case.options.get("schedule") == "lagged"
-    statistics = last_launch(case, params, grads[: 1 + is_lagged], programs=8)
-    numel = sum(param.numel() for param in params)
-    print(f"{statistics.bytes / numel:.2f} bytes, {statistics.sector_bytes / numel:.2f} in sectors")
-    tables = 1.08 if "state_dtype" in case.options else 1.02
-    assert each <= statistics.bytes / numel < tables * each
-    assert each <= statistics.sector_bytes / numel < 1.08 * each
