@@ -74,13 +74,12 @@ def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("layer_decay", [None, LAYER_DECAY])
-@pytest.mark.parametrize("prefix", ["", "lookahead_"])
-def test_adamw_is_timms(timm: Any, create: Any, layer_decay: float | None, prefix: str) -> None:
+def test_adamw_is_timms(timm: Any, create: Any, layer_decay: float | None) -> None:
     options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "layer_decay": layer_decay, "betas": [0.9, 0.95], "eps": 1e-6}
     models = []
     for name in ("adamw", "swdadamw"):
         model = transformer(timm)
-        optimizer = create(model, prefix + name, **options)
+        optimizer = create(model, name, **options)
         models.append(trained(timm, model, optimizer, steps=2 * STEPS))
         rates = {group["lr"] for group in optimizer.param_groups}
         assert len(rates) == (1 if layer_decay is None else 4)
@@ -105,18 +104,6 @@ def test_weight_decay_of_adams_is_adamws(timm: Any, create: Any, layer_decay: fl
     assert exempt == {n for n, p in model.named_parameters() if p.ndim < 2 or n in ("cls_token", "pos_embed")}
 
 
-def test_adams_of_parameters_and_of_groups(timm: Any, create: Any) -> None:
-    def decays(*args: Any, **options: Any) -> list[tuple[Any, ...]]:
-        keys = ("weight_decay", "adamw_weight_decay", "calibration_steps")
-        return [tuple(group[key] for key in keys) for group in create(*args, lr=LR, **options).param_groups]
-
-    model = torch.nn.Linear(3, 2)
-    groups = [{"params": [model.weight], "weight_decay": 0.2}, {"params": [model.bias]}]
-    assert decays(groups, "fusedadams") == [(0.2, 0.2, 100), (0.0, None, 0)]
-    # The paper's lambda, for those who ask for it.
-    assert decays(model, "fusedadams", weight_decay=5e-4, adamw_weight_decay=None) == [(0.0, None, 0), (5e-4, None, 0)]
-
-
 @pytest.mark.parametrize(
     ("name", "heads"),
     [
@@ -134,12 +121,6 @@ def test_adamc_corrects_all_but_the_classifier(timm: Any, create: Any, name: str
     corrected = names_of(model, [p for g in groups if g["corrected_decay"] for p in g["params"]])
     assert decaying - corrected == heads
     assert {name for name in decaying if name.endswith("qkv.weight")} <= corrected
-
-
-def test_adamc_of_parameters_needs_groups_that_tell(timm: Any, create: Any) -> None:
-    model = transformer(timm)
-    with pytest.raises(TypeError, match=r"got parameters only.*corrected_decay=True\)"):
-        create(model.parameters(), "swdadamc", lr=LR)
 
 
 def test_example(timm: Any, tmp_path: Path) -> None:
