@@ -184,15 +184,6 @@ def test_freed_at_once_with_other_state(backend: str, dtype: torch.dtype, option
     assert_freed(lambda: stepped(params, backend=backend, **options), params)
 
 
-def test_loads_leave_no_weak_references_behind() -> None:
-    params = random_params(SHAPES)
-    optimizer = stepped(params)
-    before = weakref.getweakrefcount(optimizer)
-    for _ in range(3):
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert weakref.getweakrefcount(optimizer) == before
-
-
 def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
     """And may be removed after its optimizer is gone."""
     params = random_params(SHAPES)
@@ -210,11 +201,5 @@ def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
 
 def test_a_shallow_copy_is_refused() -> None:
     """It would share moments, but not what is kept of them beside the state: each would step with the other's sums."""
-    params = random_params(SHAPES)
-    optimizer = stepped(params)
     with pytest.raises(TypeError, match=r"copy\.deepcopy"):
-        copy.copy(optimizer)
-    again, twin = copy.deepcopy((params, optimizer))
-    run(again, random_grads(SHAPES, 1), twin)
-    assert float(twin.state[again[0]]["step"]) == 3
-    assert float(optimizer.state[params[0]]["step"]) == 2
+        copy.copy(stepped(random_params(SHAPES)))
