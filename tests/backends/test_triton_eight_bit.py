@@ -1,4 +1,7 @@
-"""Moments in 8 bits on the Triton backend: the same codes as the definition in plain PyTorch has."""
+"""Moments in 8 bits on the Triton backend: layouts, numbers of blocks, and gradients that are not finite.
+
+tests/core/test_eight_bit.py compares their codes with those of plain PyTorch in all modes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of decay share the kernels. Corrected, independent and cautious decay are judged by torch's optimizers,
+"""The kinds of decay share the kernels. Corrected and independent decay are judged by torch's optimizers,
 too, with a `weight_decay` that is set by hand in each step."""
 
 from __future__ import annotations
