@@ -77,14 +77,12 @@ bench-sharded: $(VENV)/.with-bench
 
 # The examples, with what they need installed: minutes, and more where DeepSpeed builds its kernels.
 frameworks: $(VENV)/.with-test,frameworks $(VENV)/apart
-	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py tests/packaging/test_litgpt.py
+	$(BIN)/python -m pytest tests/packaging/test_frameworks.py tests/packaging/test_timm.py
 
-# In a folder that only the tests of timm, litgpt and torchao look into. timm needs torchvision, of which the package index has a
-# CUDA build only: beside a CPU build of torch that cannot be imported, and transformers tries to if it is there. litgpt
-# wants an older huggingface-hub than transformers does, and works with either. transformers imports torchao if it is there.
+# In a folder that only the tests of timm look into. timm needs torchvision, of which the package index has a CUDA build only:
+# beside a CPU build of torch that cannot be imported, and transformers tries to if it is there.
 $(VENV)/apart: $(VENV)/.torch
-	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow torchao \
-	    litgpt jsonargparse docstring-parser typeshed-client importlib-resources
+	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow
 
 # Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
 # make paper PRESET=real DATA=DIR needs CIFAR-10 and Penn TreeBank there.

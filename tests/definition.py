@@ -40,16 +40,22 @@ class Group:
 
 @dataclass
 class AdamS:
-    """`step` takes a gradient or None for each parameter. Methods in the middle are there to be got wrong."""
+    """`step` takes a gradient or None for each parameter.
+
+    Lagged: the mean of v^ is over all elements of all parameters that have taken a step, as the state stands at the
+    beginning of a step, whether or not they have a gradient now. As long as no element has taken one, exact.
+    """
 
     params: list[Array]
     groups: list[Group]
     max_grad_norm: float | None = None
     decay: str = "scheduled"
+    lagged: bool = False
     exp_avg: list[Array] = field(init=False)
     exp_avg_sq: list[Array] = field(init=False)
     max_exp_avg_sq: list[Array] = field(init=False)
     steps: list[int] = field(init=False)
+    grad_size: dict[int, Array] = field(init=False)  # of the terms that a gradient is a sum of
 
     def __post_init__(self) -> None:
         self.params = [wide(p) for p in self.params]
@@ -57,7 +63,7 @@ class AdamS:
         self.exp_avg_sq = [np.zeros_like(p) for p in self.params]
         self.max_exp_avg_sq = [np.zeros_like(p) for p in self.params]
         self.ema_param = [p.copy() for p in self.params]
-        self.steps = [0] * len(self.params)
+        self.steps, self.grad_size = [0] * len(self.params), {}
         self.exp_avg_sq_mean = wide(np.nan)
         self.grad_norm = wide(np.nan)
 
@@ -68,33 +74,45 @@ class AdamS:
         for group in self.groups:
             group.largest_lr_so_far = max(group.largest_lr_so_far, group.lr)
         g = {i: wide(grads[i]) for _, i in with_grad}
-        self.grad_norm = np.sqrt(sum((x * x).sum() for x in g.values()))
-        if self.max_grad_norm is not None:
-            clip = min(wide(1.0), self.max_grad_norm / (self.grad_norm + wide(1e-6)))
-            g = {i: x * clip for i, x in g.items()}
+        self.grad_norm, clip = self.norm(grads), self.clip_factor(grads)
+        stepped = [(group, i) for group in self.groups for i in group.params if self.steps[i] > 0]
+        is_known = self.lagged and any(self.params[i].size for _, i in stepped)
+        last_mean = self.mean(stepped) if is_known else None
         for group, i in with_grad:
             beta1, beta2 = group.betas
-            x = -g[i] if group.maximize else g[i]
+            x = -clip * g[i] if group.maximize else clip * g[i]
+            l2 = group.weight_decay * self.params[i] if self.decay == "l2" else 0
+            self.grad_size[i] = abs(x) + abs(l2)
+            x = x + l2
             self.steps[i] += 1
             self.exp_avg[i] = beta1 * self.exp_avg[i] + (1 - beta1) * x
             self.exp_avg_sq[i] = beta2 * self.exp_avg_sq[i] + (1 - beta2) * x * x
             self.max_exp_avg_sq[i] = np.maximum(self.max_exp_avg_sq[i], self.exp_avg_sq[i])
-        self.exp_avg_sq_mean = self.mean(with_grad)
+        self.exp_avg_sq_mean = self.mean(with_grad) if last_mean is None else last_mean
         for group, i in with_grad:
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group, 0, i)
             direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
             shrink = self.shrink(group, self.mean_for(i, with_grad))
-            decays = self.agrees(i, direction, g[i]) if group.cautious_decay else np.ones_like(direction, dtype=bool)
-            decay_factor = np.where(decays, 1 - wide(shrink), wide(1.0))
-            before = self.params[i]
-            self.params[i] = decay_factor * before - group.lr * direction
+            moves_from_zero = direction * self.params[i] < 0
+            decay_factor = np.where(group.cautious_decay & moves_from_zero, wide(1.0), 1 - wide(shrink))
+            self.params[i] = decay_factor * self.params[i] - group.lr * direction
             if group.ema_decay is not None:
-                self.ema_param[i] = self.average(self.ema_decay(group, i), i, before)
+                self.ema_param[i] += (1 - self.ema_decay(group, i)) * (self.params[i] - self.ema_param[i])
+
+    def norm(self, grads: list[Array | None]) -> Array:
+        return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))
+
+    def clip_factor(self, grads: list[Array | None]) -> Array:
+        if self.max_grad_norm is None:
+            return wide(1.0)
+        return min(wide(1.0), self.max_grad_norm / (self.norm(grads) + wide(1e-6)))
 
     def shrink(self, group: Group, mean: Array) -> Array:
         """What a step takes of each weight that decays."""
         if self.decay == "independent":
             return wide(group.weight_decay) * self.correction(group)
+        if self.decay == "l2":
+            return wide(0)
         lr = wide(group.lr) * (self.correction(group) if group.corrected_decay else 1)
         if self.decay == "decoupled":
             return lr * group.weight_decay
@@ -107,16 +125,9 @@ class AdamS:
         assert group.ema_decay is not None
         return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
 
-    def average(self, decay: Array, i: int, before: Array) -> Array:
-        return self.ema_param[i] + (1 - decay) * (self.params[i] - self.ema_param[i])
-
     def correction(self, group: Group) -> Array:
         largest = max(group.largest_lr_so_far, group.largest_lr or 0.0)
         return wide(group.lr) / largest if group.lr > 0 else wide(0.0)
-
-    def agrees(self, i: int, direction: Array, grad: Array) -> Array:
-        """Which elements the update does not move away from zero."""
-        return direction * self.params[i] >= 0
 
     def bias_correction(self, group: Group, moment: int, i: int) -> Array:
         return 1 - wide(group.betas[moment]) ** self.steps[i] if group.bias_correction else wide(1.0)
@@ -138,54 +149,6 @@ def wrong(name: str, **methods: Any) -> type[AdamS]:
     return type(name, (AdamS,), methods)
 
 
-def _mean_of_decaying(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
-    return AdamS.mean(self, [(group, i) for group, i in with_grad if group.weight_decay > 0])
-
-
-def _mean_of_group(self: AdamS, i: int, with_grad: list[tuple[Group, int]]) -> Array:
-    own = next(group for group, j in with_grad if j == i)
-    return self.mean([(group, j) for group, j in with_grad if group is own])
-
-
-# Each tensor or each group has a schedule of its own; groups without decay are left out of the mean; the second moment
-# is taken as it is stored.
 MeanPerTensor = wrong("MeanPerTensor", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if j == i]))
-MeanPerGroup = wrong("MeanPerGroup", mean_for=_mean_of_group)
-MeanOfDecayingOnly = wrong("MeanOfDecayingOnly", mean=_mean_of_decaying)
-NoBiasCorrection = wrong(
-    "NoBiasCorrection",
-    exp_avg_sq_hat=lambda self, group, i: (self.max_exp_avg_sq if group.amsgrad else self.exp_avg_sq)[i],
-)
-
-
-class MeanOfStepBefore(AdamS):
-    """The lagged schedule: the mean of v^ as it stands before the step, over all parameters that have taken a step.
-
-    Wrong for "exact": the decay is taken before this step's schedule is known, as in swapped passes.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.before: Array | None = None
-
-    def step(self, grads: list[Array | None]) -> None:
-        stepped = [(group, i) for group in self.groups for i in group.params if self.steps[i] > 0]
-        self.before = self.mean(stepped) if stepped else None
-        super().step(grads)
-        if self.before is not None:
-            self.exp_avg_sq_mean = self.before
-
-    def mean_for(self, i: int, with_grad: list[tuple[Group, int]]) -> Array:
-        return self.exp_avg_sq_mean if self.before is None else self.before
-
-
-class MeanNotClipped(AdamS):
-    """Wrong with clipping: the schedule sees gradients as they were before."""
-
-    def mean(self, with_grad: list[tuple[Group, int]]) -> Array:
-        mean = super().mean(with_grad)
-        clip = min(wide(1.0), self.max_grad_norm / self.grad_norm) if self.max_grad_norm else wide(1.0)
-        return mean / clip**2
-
-
-WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, NoBiasCorrection, MeanOfStepBefore, MeanNotClipped]
+NoBiasCorrection = wrong("NoBiasCorrection", bias_correction=lambda self, group, moment, i: wide(1.0))
+WRONG = [MeanPerTensor, NoBiasCorrection]

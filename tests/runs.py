@@ -97,11 +97,15 @@ def defined(
     groups: list[dict[str, Any]] = GROUPS,
     definition: Callable[..., AdamS] = AdamS,
     max_grad_norm: float | None = None,
+    lagged: bool = False,
     **options: Any,
 ) -> AdamS:
     """The definition's result from the same start: call it before the parameters are trained."""
     reference = definition(
-        [to_numpy(p) for p in params], [Group(**{**options, **group}) for group in groups], max_grad_norm
+        [to_numpy(p) for p in params],
+        [Group(**{**options, **group}) for group in groups],
+        max_grad_norm,
+        lagged=lagged,
     )
     for step_grads in grads:
         reference.step([None if grad is None else to_numpy(grad) for grad in step_grads])

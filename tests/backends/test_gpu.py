@@ -1,13 +1,8 @@
-"""What only a GPU can show. The other tests that take a `backend` run there too: `make test-gpu` does both.
-
-SWD_FUSED_TEST_DEVICE=cpu runs this file in Triton's interpreter, without streams, graphs and synchronisation: that
-finds mistakes in the tests themselves.
-"""
+"""What only a GPU can show. The other tests that take a `backend` run there too: `make test-gpu` does both."""
 
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,15 +14,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from swd_fused import FusedAdamS
-from tests.device import DEVICE
-from tests.runs import defined, error, random_grads, random_params, run
+from tests.device import needs_gpu
+from tests.runs import defined, error, random_grads, random_params, run, set_grads, twins_of
 
-pytestmark = pytest.mark.skipif(
-    "SWD_FUSED_TEST_DEVICE" not in os.environ, reason="needs a CUDA or ROCm GPU, and is run there by `make test-gpu`"
-)
-
-ON_GPU = DEVICE != "cpu"
-on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA or ROCm GPU")
+pytestmark = needs_gpu
 triton_only = pytest.mark.backends(without=("torch", "cpu"), split=True)
 
 SHAPES = [(1025,), (40, 30), (), (0,), (7, 3)]
@@ -37,15 +27,16 @@ MODES = [
     pytest.param({"schedule": "lagged"}, id="lagged"),
     pytest.param({"amsgrad": True, "ema_decay": 0.9}, id="amsgrad, averages"),
 ]
-JUDGED = pytest.param({"outliers": "clip"}, id="outliers")  # in more than one launch
+FURTHER = [
+    pytest.param({"outliers": "clip"}, id="outliers"),  # in more than one launch
+    pytest.param({"corrected_decay": True, "cautious_decay": True}, id="corrected"),
+    pytest.param({"decay": "independent", "weight_decay": 0.01}, id="independent"),
+]
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Within, any operation of torch that makes the host wait for the device is an error."""
-    if not ON_GPU:
-        yield
-        return
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # it warns that it is a prototype, once in a process
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -56,21 +47,12 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-
-
-def twins_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [copy.deepcopy(param) for param in params]
-
-
 # --- The host does not wait
 
 
 @pytest.mark.backends(split=True, without=("cpu",))
 @pytest.mark.parametrize("lr", ["number", "tensor", "scheduled number", "scheduled tensor"])
-@pytest.mark.parametrize("options", [*MODES, JUDGED])
+@pytest.mark.parametrize("options", [*MODES, *FURTHER])
 def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any], lr: str) -> None:
     """From the third step on: first ones compile. Gradients are new tensors in each step."""
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 6, torch.float64)
@@ -113,7 +95,6 @@ def test_the_warning_comes_late_and_without_waiting(backend: str) -> None:
 # --- Launches
 
 
-@on_gpu_only
 @pytest.mark.backends(without=("torch",))
 @pytest.mark.parametrize("options", MODES)
 def test_a_step_is_one_launch(backend: str, options: dict[str, Any]) -> None:
@@ -141,26 +122,23 @@ def test_a_full_grid_is_resident(backend: str, dtype: torch.dtype, amsgrad: bool
     """As many programs as the device holds at once, each with several blocks: too many would be refused, or hang."""
     from swd_fused.backends.triton.launch import BLOCK, PROGRAMS_PER_MULTIPROCESSOR
 
-    numel = 1500
-    if ON_GPU:
-        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        numel = 3 * BLOCK * multiprocessors * PROGRAMS_PER_MULTIPROCESSOR + 5
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    numel = 3 * BLOCK * multiprocessors * PROGRAMS_PER_MULTIPROCESSOR + 5
     params, grads = random_params([(numel,)], dtype), random_grads([(numel,)], 3, dtype)
     twins = twins_of(params)
     optimizer = FusedAdamS(params, amsgrad=amsgrad, backend=backend)
     run(params, grads, optimizer)
     (part,) = optimizer._stepper._kept[0].buckets[0].plan._with_sums
-    if ON_GPU:
-        assert part.programs % multiprocessors == 0
-        assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    assert part.programs % multiprocessors == 0
+    assert multiprocessors <= part.programs <= multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     run(twins, grads, FusedAdamS(twins, amsgrad=amsgrad, backend="torch"))
     torch.testing.assert_close(params[0], twins[0], rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @triton_only
 def test_beyond_2_31_elements(backend: str) -> None:
-    numel = 2**31 + 2**20 + 5 if ON_GPU else 1500
-    if ON_GPU and torch.cuda.mem_get_info()[0] < 12.5 * numel:
+    numel = 2**31 + 2**20 + 5
+    if torch.cuda.mem_get_info()[0] < 12.5 * numel:
         pytest.skip("needs 27 GB of free GPU memory: tensors beyond 2^31 elements")
     param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
     param.grad = torch.full((numel,), 0.5, dtype=torch.bfloat16)
@@ -176,10 +154,6 @@ def test_beyond_2_31_elements(backend: str) -> None:
 
 def warm_up(step: Callable[[], object], times: int) -> None:
     """On a side stream, as torch's documentation asks for before a capture."""
-    if not ON_GPU:
-        for _ in range(times):
-            step()
-        return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -190,8 +164,6 @@ def warm_up(step: Callable[[], object], times: int) -> None:
 
 def captured(step: Callable[[], object]) -> Callable[[], object]:
     """What replays the step. Capturing does not take it."""
-    if not ON_GPU:
-        return step
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -241,7 +213,7 @@ def test_steps_on_another_stream(backend: str, options: dict[str, Any]) -> None:
     twins = twins_of(params)
     run(twins, grads, FusedAdamS(twins, backend=backend, **options))
     optimizer = FusedAdamS(params, backend=backend, **options)
-    streams = [torch.cuda.Stream(), torch.cuda.current_stream()] if ON_GPU else [None, None]
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
     for t, step_grads in enumerate(grads):
         set_grads(params, [grad.clone() for grad in step_grads])
         with on_stream(streams[t % 2]):
@@ -255,9 +227,6 @@ def test_steps_on_another_stream(backend: str, options: dict[str, Any]) -> None:
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
     """In order with what comes before and after on the current stream."""
-    if stream is None:
-        yield
-        return
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -265,13 +234,13 @@ def on_stream(stream: Any) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
 @pytest.mark.backends(split=True, without=("cpu",))
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"amsgrad": True}], ids=str)
 def test_two_devices_share_one_schedule(backend: str, options: dict[str, Any]) -> None:
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 4, torch.float64)
     reference = defined(params, grads, [{"params": range(len(SHAPES))}], **options)
-    devices = ["cuda:0", "cuda:1"] if ON_GPU else ["cpu", "cpu"]
+    devices = ["cuda:0", "cuda:1"]
     params = [torch.nn.Parameter(param.detach().to(devices[i % 2])) for i, param in enumerate(params)]
     optimizer = FusedAdamS(params, backend=backend, **options)
     for step_grads in grads:
@@ -281,10 +250,10 @@ def test_two_devices_share_one_schedule(backend: str, options: dict[str, Any]) -
     assert {str(optimizer.state[param]["exp_avg"].device) for param in params} == set(devices)
 
 
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA or ROCm GPUs")
 @triton_only
 def test_a_device_that_is_not_the_current_one(backend: str) -> None:
-    device = "cuda:1" if ON_GPU else "cpu"
+    device = "cuda:1"
     params = [torch.nn.Parameter(torch.ones(1000, device=device)) for _ in range(3)]
     optimizer = FusedAdamS(params, backend=backend)
     for _ in range(2):
@@ -294,11 +263,9 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
 
 
 def test_auto_takes_the_triton_kernels() -> None:
-    name = "triton" if ON_GPU else "cpu"
-    assert f"backend: {name}\n" in repr(FusedAdamS(random_params([(3,)])))
+    assert "backend: triton\n" in repr(FusedAdamS(random_params([(3,)])))
 
 
-@on_gpu_only
 def test_state_follows_a_model_that_is_moved(backend: str) -> None:
     """By the advice that the refusal gives."""
     with torch.device("cpu"):

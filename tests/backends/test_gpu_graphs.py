@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,10 @@ from torch import Tensor
 from swd_fused import FusedAdamS, outliers
 from swd_fused.devices import graphs
 from tests.backends.test_gpu import MODES, captured, warm_up
-from tests.device import DEVICE
+from tests.device import DEVICE, needs_gpu
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" or "SWD_FUSED_TEST_DEVICE" not in os.environ, reason="needs a GPU"),
+    needs_gpu,
     pytest.mark.backends(without=("torch", "cpu"), split=True),
 ]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.backends.test_gpu import no_waiting
 from tests.backends.test_gpu_graphs import SHAPES, Mixed
 from tests.device import needs_gpu
 from tests.runs import random_grads, random_params, run
@@ -41,21 +40,6 @@ def test_replays_and_eager_steps_follow_one_learning_rate(backend: str, options:
         mixed.check()
         assert float(so_far(mixed.optimizer)) == float(so_far(mixed.twin))
     assert float(so_far(mixed.optimizer)) == float(torch.tensor(0.04))
-
-
-@pytest.mark.parametrize("options", KINDS)
-def test_no_step_waits_for_the_device(backend: str, options: dict[str, Any]) -> None:
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 5)
-    optimizer = FusedAdamS(params, lr=torch.tensor(0.01), backend=backend, **options)
-    run(params, grads[:2], optimizer)
-    optimizer.param_groups[0]["lr"].fill_(0.03)
-    for step_grads in grads[2:]:
-        for param, grad in zip(params, step_grads, strict=True):
-            param.grad = grad
-        with no_waiting():
-            optimizer.step()
-    assert float(so_far(optimizer)) == float(torch.tensor(0.03))
-    optimizer.metrics()
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -112,21 +112,6 @@ def test_opcheck(name: str, make_args: object) -> None:
     )
 
 
-def test_sums_are_the_same_whether_emitted_or_rebuilt() -> None:
-    """In every layout, for sizes around the blocks and segments of the kernels."""
-    for numel in (1, 8, 4095, 4097, 32769, 100_001):
-        for amsgrad in (False, True):
-            exp_avg, exp_avg_sq, max_exp_avg_sq, grad = ([torch.rand(numel)] for _ in range(4))
-            param = [torch.rand(2 * numel)[::2]]
-            averaged = max_exp_avg_sq if amsgrad else exp_avg_sq
-            of_these = described([param, exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad else [], [], [], [], [], grad])
-            sums = torch.zeros(1, dtype=torch.float64)
-            grad_sum = ops.update_(sums, torch.zeros(1), of_these, hyper(), MEAN, None, None, 0)
-            assert torch.equal(sums, ops.exp_avg_sq_sums(averaged, [], []))
-            torch.testing.assert_close(sums, averaged[0].double().sum().view(1), rtol=1e-6, atol=0)
-            torch.testing.assert_close(grad_sum, grad[0].double().square().sum().view(1), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
     """An update with zero gradients copies the parameter through the kernel's conversions, or, with a decay factor of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -69,23 +68,6 @@ def test_loading_does_not_change_the_backend() -> None:
     optimizer.load_state_dict(saved.state_dict())
     assert "backend: torch\n" in repr(optimizer)
     assert optimizer.schedule == "exact"
-
-
-def test_step_counters_take_little_space() -> None:
-    """They are views of one tensor, which torch.save writes once and pickle would write for each of them."""
-    params = random_params([(2,)] * 500)
-    optimizer, adamw = FusedAdamS(params), torch.optim.AdamW(params)
-    sizes = []
-    for each in (optimizer, adamw):
-        run(params, random_grads([(2,)] * 500, 1), each)
-        buffer = io.BytesIO()
-        torch.save(each.state_dict(), buffer)
-        sizes.append((len(buffer.getvalue()), len(pickle.dumps(each))))
-    (saved, pickled), (adamw_saved, adamw_pickled) = sizes
-    assert saved < adamw_saved
-    assert pickled < 1.01 * adamw_pickled
-    copied = copy.deepcopy(optimizer)
-    assert all(state["step"] == 1 for state in copied.state.values())
 
 
 @pytest.mark.backends(interpreted=False)

@@ -69,18 +69,6 @@ def test_skipped_steps_do_not_count(backend: str) -> None:
     assert share(optimizer) == 1 / 2
 
 
-def test_unscaled_gradients_count(backend: str) -> None:
-    params = random_params([(6,)])
-    optimizer = fused(params, [{"params": [0]}], backend=backend, max_grad_norm=1.0)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
-    for norm in (0.5, 3.0, math.inf):
-        params[0].grad = of_norm(norm, 6)[0] * 1024
-        scaler.scale(torch.zeros(()))  # makes the scale
-        scaler.step(optimizer)
-        scaler.update()
-    assert share(optimizer) == 1 / 2
-
-
 def test_a_step_in_parts_counts_once(backend: str) -> None:
     """As DeepSpeed takes it: the sum is that of the whole model."""
     params = random_params([(6,), (10,)])

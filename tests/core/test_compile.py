@@ -71,30 +71,6 @@ def test_compiled_step_equals_eager(compiler: str, options: dict[str, Any], lr: 
         assert counter.frame_count == 1
 
 
-def test_compiled_training_step_equals_eager() -> None:
-    """Graph breaks are torch's own: at zero_grad and at backward, none within the step."""
-    net = model()
-    peer = copy.deepcopy(net)
-    optimizer, eager = FusedAdamS(net.parameters(), max_grad_norm=0.1), FusedAdamS(peer.parameters(), max_grad_norm=0.1)
-
-    def train(net: torch.nn.Module, optimizer: FusedAdamS, x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(train, backend="aot_eager")
-    for _ in range(4):
-        x = torch.randn(8, 10)
-        torch.testing.assert_close(compiled(net, optimizer, x), train(peer, eager, x))
-    for param, other in zip(net.parameters(), peer.parameters(), strict=True):
-        torch.testing.assert_close(param, other)
-    breaks = " ".join(torch._dynamo.utils.counters["graph_break"])
-    assert "swd_fused" not in breaks.replace("swd_fused/tests", "")
-
-
 def test_what_the_graph_does_to_parameters_is_seen() -> None:
     """Also where the compiler passes copies of them."""
     param = torch.nn.Parameter(torch.ones(5))

@@ -10,7 +10,7 @@ import torch
 from swd_fused import FusedAdamS
 from swd_fused.state.averages import AVERAGE
 from tests import runs
-from tests.definition import AdamS, Group, MeanOfStepBefore
+from tests.definition import AdamS, Group
 from tests.runs import error, fused, moments, random_grads, random_params, run
 
 STEPS = 40
@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "AdamC": (DECOUPLED, CORRECTED),
     "AdamC, peak given": (DECOUPLED, {**CORRECTED, "largest_lr": 0.02}),
     "independent": (INDEPENDENT, {}),
+    "l2": ({"decay": "l2", "weight_decay": 0.1}, {"maximize": True}),
     "independent, peak given": (INDEPENDENT, {"largest_lr": 0.02}),
     "cautious": (SCHEDULED, CAUTIOUS),
     "cautious but for the first": ({**SCHEDULED, **CAUTIOUS}, {"cautious_decay": False}),
@@ -60,9 +61,8 @@ def test_equals_the_definition(backend: str, kind: str) -> None:
     groups = [{**given[0], **of_first}, given[1]]
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     kept = [Group(**{**{k: v for k, v in of_all.items() if k in vars(Group([]))}, **group}) for group in groups]
-    judge = MeanOfStepBefore if "schedule" in of_all else AdamS
     decay, max_grad_norm = of_all.get("decay", "scheduled"), of_all.get("max_grad_norm")
-    reference = judge([runs.to_numpy(param) for param in params], kept, max_grad_norm, decay)
+    reference = AdamS([runs.to_numpy(param) for param in params], kept, max_grad_norm, decay, "schedule" in of_all)
     optimizer = fused(params, groups, backend=backend, **of_all)
     for t, every in enumerate(grads):
         step_grads = [None if (i + t) % 5 == 1 else grad for i, grad in enumerate(every)]

@@ -68,6 +68,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"schedule": "lagged"},
     {"amsgrad": True},
     {"decay": "decoupled", "weight_decay": 0.1},
+    {"decay": "l2", "weight_decay": 0.1},
     {"maximize": True, "seed": 2**40 + 3},
 ]
 
@@ -92,7 +93,7 @@ def test_against_the_definition(backend: str) -> None:
 
 @pytest.mark.backends(without=("torch",), split=True)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_same_codes_on_all_backends(backend: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     shapes = shapes_for(backend)
     grads = random_grads(shapes, steps_for(backend, 5), dtype)
@@ -117,7 +118,7 @@ def test_the_same_codes_on_all_backends(backend: str, options: dict[str, Any], d
     assert total
     assert differing <= 2e-4 * total + 1
     for param, other in zip(*results, strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+        torch.testing.assert_close(param, other, rtol=1e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-4)
 
 
 @pytest.mark.backends(interpreted=False)

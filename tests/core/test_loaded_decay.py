@@ -73,17 +73,6 @@ def test_the_same_kind_is_taken_over_silently(kind: str) -> None:
     assert decay_of(optimizer) == decay_of(saved)
 
 
-@pytest.mark.parametrize(("saved", "own"), DIFFERENT, ids=lambda kind: kind)
-def test_without_decay_there_is_nothing_to_say(saved: str, own: str) -> None:
-    def without(kind: str) -> Built:
-        return {**KINDS[kind], "adamw_weight_decay" if kind == "calibrating" else "weight_decay": 0.0}
-
-    params = random_params(SHAPES)
-    state_dict = trained(params, without(saved)).state_dict()
-    with silence():
-        FusedAdamS(params, **without(own)).load_state_dict(state_dict)
-
-
 def test_a_group_that_does_not_decay_is_not_mentioned() -> None:
     params = random_params(SHAPES)
     groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}]

@@ -28,12 +28,6 @@ def test_the_constructor_has_the_options_of_the_tables() -> None:
     assert {**own, **OF_GROUPS_ONLY} == in_tables
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_each_option_is_explained(name: str) -> None:
-    explained = f"{FusedAdamS.__doc__}{Compatibility.__doc__}"
-    assert f"        {name}: " in explained or f"`{name}=" in explained
-
-
 # --- Pickles
 
 

@@ -98,25 +98,3 @@ def test_torchao(state_dtype: Any) -> None:
     if state_dtype is None:
         assert torch.equal(found["exp_avg"], first)
         assert torch.equal(found["exp_avg_sq"], second)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
-def test_bitsandbytes_itself(name: str) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    param = torch.nn.Parameter(torch.ones(SHAPE))
-    optimizer = getattr(bitsandbytes.optim, name)([param])
-    param.grad = torch.randn(SHAPE)
-    optimizer.step()
-    found = loaded(optimizer.state_dict()["state"][0])
-    torch.testing.assert_close(found["exp_avg"], 0.1 * param.grad, rtol=0.2, atol=0.01)
-    torch.testing.assert_close(found["exp_avg_sq"], 0.001 * param.grad**2, rtol=0.2, atol=0.001)
-
-
-def test_torchao_itself() -> None:
-    torchao = pytest.importorskip("torchao.optim")
-    param = torch.nn.Parameter(torch.ones(64, 128))
-    optimizer = torchao.AdamW8bit([param])
-    param.grad = torch.randn(64, 128)
-    optimizer.step()
-    found = loaded(optimizer.state_dict()["state"][0], (64, 128))
-    torch.testing.assert_close(found["exp_avg"], 0.1 * param.grad, rtol=0.2, atol=0.01)

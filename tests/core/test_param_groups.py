@@ -221,10 +221,3 @@ def flattened(module: nn.Module) -> nn.Module:
 def test_models_that_cannot_be_sorted(model: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         param_groups(model)
-
-
-def test_optimizer_knows_the_names() -> None:
-    model = Model()
-    optimizer = FusedAdamS(param_groups(model, 1e-3), lr=1e-2)
-    assert [group["name"] for group in optimizer.param_groups] == ["decay", "no_decay"]
-    assert optimizer.param_groups[0]["param_names"] == names(param_groups(model))["decay"]

@@ -147,25 +147,6 @@ def test_stepping_within_backward_is_refused() -> None:
     assert torch.equal(param, torch.ones(3))
 
 
-def test_stepping_within_backward_with_a_given_sum() -> None:
-    """The documented way: what the step before knew."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizers = [FusedAdamS([param]) for param in params]
-
-    def hook(optimizer: FusedAdamS) -> Any:
-        def step(param: torch.nn.Parameter) -> None:
-            optimizer.step(grad_sumsq=24.0, numel=6)
-            param.grad = None
-
-        return step
-
-    for param, optimizer in zip(params, optimizers, strict=True):
-        param.register_post_accumulate_grad_hook(hook(optimizer))
-    (2 * params[0] + 2 * params[1]).sum().backward()
-    for optimizer in optimizers:
-        assert float(optimizer.exp_avg_sq_mean) == pytest.approx(4.0)
-
-
 @pytest.mark.backends(split=True)
 @pytest.mark.parametrize("narrow", ["exp_avg_sq", "max_exp_avg_sq", "exp_avg"])
 def test_each_moment_is_read_and_written_in_its_own_dtype(backend: str, narrow: str) -> None:

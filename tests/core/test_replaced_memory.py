@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from tests.runs import random_grads, random_params, run
+from tests.runs import everything, random_grads, random_params, run
 
 SHAPE = (64, 64)
 
@@ -38,11 +38,6 @@ def trained(backend: str, key: str, options: dict[str, Any]) -> tuple[Any, list[
     optimizer = FusedAdamS([{"params": params[:1]}, {"params": params[1:], **group}], backend=backend, **options)
     run(params, grads[:2], optimizer)
     return params, grads, optimizer
-
-
-def snapshot(optimizer: FusedAdamS, params: Any) -> list[Tensor]:
-    state = [value.clone() for param in params for value in optimizer.state[param].values()]
-    return [param.detach().clone() for param in params] + state
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -75,7 +70,7 @@ def test_state_of_another_dtype_at_the_same_address(
     run(params, grads[2:], optimizer)
     run(others, grads[2:], loaded)
     assert bool((room[size:] == 7).all()), "written past its end"
-    assert all(map(torch.equal, snapshot(optimizer, params), snapshot(loaded, others)))
+    assert all(map(torch.equal, everything(optimizer, params), everything(loaded, others)))
 
 
 @pytest.mark.parametrize(("key", "options"), STATE[:5], ids=str)
@@ -91,7 +86,7 @@ def test_state_that_was_transposed_in_place(backend: str, key: str, options: dic
     peer.state[peer_params[1]][key] = values
     run(params, grads[2:], optimizer)
     run(peer_params, grads[2:], peer)
-    for one, other in zip(snapshot(optimizer, params), snapshot(peer, peer_params), strict=True):
+    for one, other in zip(everything(optimizer, params), everything(peer, peer_params), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 

@@ -104,6 +104,7 @@ RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "8 bits, lagged": (torch.float32, {"state_dtype": "8bit", "schedule": "lagged", "seed": 7}),
     "8 bits, amsgrad": (torch.float32, {"state_dtype": "8bit", "amsgrad": True, "max_grad_norm": 0.5}),
     "8 bits, rounding": (torch.bfloat16, {"state_dtype": "8bit", "stochastic_rounding": True}),
+    "outliers": (torch.float32, {"outliers": "skip"}),
     "averages": (torch.complex64, {"ema_decay": 0.9, "ema_warmup": True}),
     "averages of masters": (torch.bfloat16, {"state_dtype": "8bit", "master_weights": True, "ema_decay": 0.9}),
 }

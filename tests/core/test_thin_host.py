@@ -145,13 +145,3 @@ def test_a_step_makes_few_calls_in_few_files() -> None:
     assert files["exact"] <= 5
     assert calls["triton backend"] <= 40
     assert calls["FSDP2, lagged"] <= 60
-
-
-def test_a_profiler_sees_the_step_by_its_name() -> None:
-    params = random_params(SHAPES)
-    optimizer = FusedAdamS(params)
-    run(params, random_grads(SHAPES, 1), optimizer)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(params, random_grads(SHAPES, 2), optimizer)
-    (event,) = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step#")]
-    assert (event.key, event.count) == ("Optimizer.step#FusedAdamS.step", 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import CyclicLR
@@ -94,15 +93,6 @@ def test_gradients_are_not_kept_alive(backend: str) -> None:
         gradients = [weakref.ref(param.grad) for param in params]
         optimizer.zero_grad()
         assert [gradient() for gradient in gradients] == [None, None]
-
-
-def test_whole_numbers_and_numpys_are_numbers(backend: str) -> None:
-    params, grads = random_params([(30,)]), random_grads([(30,)], 3)
-    twins = [copy.deepcopy(param) for param in params]
-    whole = {"weight_decay": 0, "max_grad_norm": 1, "max_decay": 1}
-    run(params, grads, FusedAdamS(params, lr=np.float32(1), betas=(np.float64(0.9), 0.999), backend=backend, **whole))
-    run(twins, grads, FusedAdamS(twins, lr=1.0, weight_decay=0.0, max_grad_norm=1.0, max_decay=1.0, backend=backend))
-    assert torch.equal(params[0], twins[0])
 
 
 def test_repr_names_backend_and_schedule(backend: str) -> None:

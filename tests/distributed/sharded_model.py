@@ -123,7 +123,7 @@ def train(
 
 def defined(
     max_grad_norm: float | None = MAX_GRAD_NORM,
-    definition: Callable[..., AdamS] = AdamS,
+    lagged: bool = False,
     steps: range = range(STEPS),
     **of_groups: bool,
 ) -> Record:
@@ -132,7 +132,7 @@ def defined(
     params = list(model.parameters())
     indices = [[i for i, p in enumerate(params) if (p.dim() > 1) == decaying] for decaying in (True, False)]
     groups = [Group(params=i, lr=LR, **of_groups, **options) for i, options in zip(indices, GROUPS, strict=True)]
-    adams = definition([to_numpy(param) for param in params], groups, max_grad_norm)
+    adams = AdamS([to_numpy(param) for param in params], groups, max_grad_norm, lagged=lagged)
     for count, t in enumerate(steps, steps.start):
         with torch.no_grad():
             for param, value in zip(params, adams.params, strict=True):

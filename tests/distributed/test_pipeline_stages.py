@@ -87,11 +87,6 @@ def for_each(parts: dict[int, torch.nn.Module], **options: Any) -> list[torch.op
     return [one({i: part}, **options) for i, part in parts.items()]
 
 
-def alone(parts: dict[int, torch.nn.Module], group: Any) -> list[torch.optim.Optimizer]:
-    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return [one(parts, process_group=mine)]
-
-
 ADAMW: dict[str, Any] = {"decay": "decoupled", "adamw_weight_decay": None, "calibration_steps": None}
 WITHOUT_SUMS: dict[str, Any] = {**ADAMW, "max_grad_norm": None}
 CASES: dict[str, tuple[int, Build]] = {
@@ -103,7 +98,6 @@ CASES: dict[str, tuple[int, Build]] = {
     "unsaid": (1, lambda parts, group: [one(parts)]),
     "unsaid norm": (1, lambda parts, group: [one(parts, **ADAMW)]),
     "one for each": (2, lambda parts, group: for_each(parts, process_group=group)),
-    "alone": (1, alone),
 }
 
 
@@ -148,15 +142,6 @@ def test_stages_that_would_be_alone_are_refused(case: str, message: str) -> None
     for answers in results(case):
         assert re.search(message, answers["refused"]), answers["refused"]
         assert answers["is_unchanged"]
-
-
-def test_a_stage_that_says_it_is_a_model_of_its_own_is_believed() -> None:
-    """And computes what makes the refusal necessary: another schedule."""
-    reference = on_one_process()
-    for answers in results("alone"):
-        assert not answers["refused"]
-        differences = [(value - reference[name]).abs().max() for name, value in answers["weights"].items()]
-        assert max(differences) > 1e-6
 
 
 def fully_sharded_stage() -> str:

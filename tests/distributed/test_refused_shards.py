@@ -138,13 +138,11 @@ PEERS = {"decoupled": torch.optim.AdamW, "l2": torch.optim.Adam}
 NEED_THE_NORM: list[dict[str, Any]] = [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}]
 
 
-def trained(
-    optimizer_class: Any, later: dict[str, Any] | None = None, by_zero: dict[str, Any] | None = None, **options: Any
-) -> list[torch.Tensor]:
+def trained(optimizer_class: Any, later: dict[str, Any] | None = None, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, 4, torch.float64)
     inner = functools.partial(optimizer_class, **options)
-    optimizer = zero_redundancy_optimizer(params, inner, lr=0.01, weight_decay=0.1, **(by_zero or {}))
+    optimizer = zero_redundancy_optimizer(params, inner, lr=0.01, weight_decay=0.1)
     run(params, grads[:2], optimizer)
     for name, value in (later or {}).items():
         setattr(optimizer.optim, name, value)
@@ -154,7 +152,6 @@ def trained(
 
 def cases() -> dict[str, Any]:
     answers: dict[str, Any] = {decay: trained(FusedAdamS, decay=decay) for decay in PEERS}
-    answers["by zero"] = trained(FusedAdamS, by_zero={"decay": "decoupled"})
     answers |= {peer.__name__: trained(peer) for peer in PEERS.values()}
     refused: dict[str, dict[str, Any]] = {f"{options}": {"decay": "decoupled", **options} for options in NEED_THE_NORM}
     refused |= {"later": {"decay": "decoupled", "later": {"max_grad_norm": 1.0}}, "scheduled": {}}
@@ -166,12 +163,6 @@ def test_zero_without_a_schedule_is_adams(decay: str) -> None:
     for answers in once_on_ranks(2, cases):
         for param, peer in zip(answers[decay], answers[PEERS[decay].__name__], strict=True):
             torch.testing.assert_close(param, peer, rtol=0, atol=1e-14)
-
-
-def test_decay_may_be_a_keyword_of_zero() -> None:
-    """Which puts it into the groups, too."""
-    for answers in once_on_ranks(2, cases):
-        assert all(map(torch.equal, answers["by zero"], answers["decoupled"]))
 
 
 @pytest.mark.parametrize("case", [*map(str, NEED_THE_NORM), "later"])

@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from swd_fused import FusedAdamS
-from swd_fused.distributed.collective import Collective
-from tests.definition import MeanOfStepBefore
 from tests.distributed import sharded_model
 from tests.distributed.ranks import counted_all_reduces, once_on_ranks
 from tests.distributed.sharded_model import LR, VARIANTS, Record, distance, new_model, param_groups, train
@@ -91,25 +89,6 @@ def tp_fsdp(**options: Any) -> tuple[Record, list[int]]:
     return counted(options, model, my_part(mesh["dp"].get_local_rank(), 2))
 
 
-def own_shard_only(run: Callable[[], tuple[Record, list[int]]]) -> tuple[Record, list[int]]:
-    """Deliberately wrong: each rank takes the mean of what it has."""
-    right = Collective.__init__
-
-    def wrong(self: Collective, shardings: Any, last: Any, device: torch.device) -> None:
-        right(self, shardings, [], device)
-        self._groups = []
-
-    def parts_add_up(self: Collective, rows: Any, width: int) -> torch.Tensor:
-        return torch.stack([row for _, row in rows]).sum(0)
-
-    total = Collective.total
-    Collective.__init__, Collective.total = wrong, parts_add_up  # type: ignore[method-assign]
-    try:
-        return run()
-    finally:
-        Collective.__init__, Collective.total = right, total  # type: ignore[method-assign]
-
-
 CLIP = {"max_grad_norm": sharded_model.MAX_GRAD_NORM}
 OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": CLIP,
@@ -127,9 +106,6 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
     }
     for size, layouts in LAYOUTS.items()
 }
-for size in CASES:
-    CASES[size]["wrong"] = partial(own_shard_only, partial(fsdp, **CLIP))
-    CASES[size]["wrong, tensor parallel"] = partial(own_shard_only, partial(tensor_parallel, **CLIP))
 
 
 def run_cases(size: int) -> dict[str, Any]:
@@ -143,8 +119,8 @@ def results(size: int) -> list[dict[str, Any]]:
 @cache
 def expected(options: str) -> Record:
     given = OPTIONS[options]
-    definition = {"definition": MeanOfStepBefore} if "schedule" in given else {}
-    return sharded_model.defined(given.get("max_grad_norm"), **definition, **(VARIANTS if "amsgrad" in given else {}))
+    variants = VARIANTS if "amsgrad" in given else {}
+    return sharded_model.defined(given.get("max_grad_norm"), "schedule" in given, **variants)
 
 
 RUNS = [(size, layout.__name__, options) for size in LAYOUTS for layout in LAYOUTS[size] for options in OPTIONS]
@@ -171,12 +147,6 @@ def test_sharded_equals_the_definition_on_one_process(size: int, layout: str, op
         # The first step of a lagged run is exact.
         assert set(calls[1:]) == {ALL_REDUCES[layout] * (2 if options == "amsgrad" else 1)}
         assert record.travelling == [int(is_lagged and layout != "ddp")] * sharded_model.STEPS
-
-
-@pytest.mark.parametrize("size", CASES)
-@pytest.mark.parametrize("case", ["wrong", "wrong, tensor parallel"])
-def test_the_mean_of_the_own_shard_is_told_apart(size: int, case: str) -> None:
-    assert max(distance(answers[case][0], expected("clipping")) for answers in results(size)) > 1e-4
 
 
 # --- torch.compile, of the model and of the step

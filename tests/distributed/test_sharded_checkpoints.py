@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from swd_fused import FusedAdamS
 from swd_fused.outliers import KEY
-from tests.definition import MeanOfStepBefore
 from tests.distributed import sharded_model
 from tests.distributed.ranks import on_ranks
 from tests.distributed.sharded_model import LR, STEPS, VARIANTS, Record, distance, new_model, param_groups, train
@@ -159,7 +158,7 @@ def resumed(request: pytest.FixtureRequest, saved: tuple[Path, list[dict[str, An
 
 def uninterrupted(name: str) -> Record:
     if name == "lagged":
-        return sharded_model.defined(None, MeanOfStepBefore)
+        return sharded_model.defined(None, lagged=True)
     return sharded_model.defined(**(VARIANTS if name == "amsgrad" else {}))
 
 

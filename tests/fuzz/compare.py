@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.definition import Array, Group
+from tests.definition import AdamS, Array, Group
 from tests.fuzz import coded
-from tests.fuzz.definition import OneStep
 from tests.fuzz.layouts import as_real, to_wide
 from tests.masters_definition import master_of, nearest
 
@@ -119,7 +118,7 @@ def bias_correction_error(group: Group, steps: int) -> float:
 
 
 def check_stepped(
-    judge: OneStep,
+    judge: AdamS,
     i: int,
     group: Group,
     start: Start,
@@ -134,8 +133,7 @@ def check_stepped(
     if float(state["step"]) != judge.steps[i]:
         raise DifferenceError(f"{name}: step is {float(state['step'])}, wanted {judge.steps[i]}")
     beta1, beta2 = group.betas
-    size = judge.applied_size[i]
-    assert size is not None
+    size = judge.grad_size[i]
     computed = torch.promote_types(param.dtype.to_real(), torch.float32)
     u = (ROUNDINGS + DECODING * (noises is not None)) * unit(computed)
     bias_correction1, bias_correction2 = (judge.bias_correction(group, moment, i) for moment in (0, 1))

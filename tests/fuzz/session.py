@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swd_fused import FusedAdamS
 from swd_fused.outliers import KEY
-from tests.definition import Array, Group
+from tests.definition import AdamS, Array, Group
 from tests.eight_bit_definition import is_coded
 from tests.fuzz import coded
 from tests.fuzz.cases import MEASURED_STEPS, Case, StepSpec, TensorSpec
@@ -24,7 +24,6 @@ from tests.fuzz.compare import (
     sum_tolerance,
     unit,
 )
-from tests.fuzz.definition import OneStep
 from tests.fuzz.events import happen
 from tests.fuzz.layouts import as_real, exact_copy, laid_out, same_bits, to_wide
 from tests.fuzz.trained import Snapshot, Trained, same_state, weights
@@ -133,10 +132,11 @@ class Session:
             for param in params:
                 param.grad = None
 
-    def _judge(self) -> OneStep:
-        """The definition, in the state that the optimizer is in."""
+    def _judge(self) -> AdamS:
+        """The definition, in the state that the optimizer is in: no rounding of the steps before counts, and whatever
+        follows from anything else than the state is found out."""
         options, states = self.case.options, self.trained.states()
-        judge = OneStep(
+        judge = AdamS(
             [to_wide(weights(param, state)) for param, state in zip(self.trained.params, states, strict=True)],
             self.groups,
             options.get("max_grad_norm"),
@@ -163,7 +163,7 @@ class Session:
         carried = self.trained.optimizer.param_groups[0].get(KEY, torch.zeros(6)).tolist()
         return Rule(options["outliers"], options["outlier_sigma"], MEASURED_STEPS, *carried)
 
-    def _is_outlier(self, rule: Rule, judge: OneStep, grads: list[Array | None], skip: bool) -> bool:
+    def _is_outlier(self, rule: Rule, judge: AdamS, grads: list[Array | None], skip: bool) -> bool:
         """Returns whether the step is skipped. If it is clipped, `judge` clips as much."""
         norm = judge.norm(grads)
         nonfinite = bool(self.case.options.get("skip_nonfinite")) and not np.isfinite(norm)
@@ -175,7 +175,7 @@ class Session:
 
     # --- What must hold
 
-    def _check(self, judge: OneStep, starts: list[Start], before: Snapshot, grads: list[Tensor | None]) -> None:
+    def _check(self, judge: AdamS, starts: list[Start], before: Snapshot, grads: list[Tensor | None]) -> None:
         params, optimizer = self.trained
         tolerance = sum_tolerance(params, self.case.backend)
         mean_tolerance = (

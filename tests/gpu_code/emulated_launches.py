@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +23,12 @@ from .ptx_memory import READABLE, WRITABLE, Span
 
 WRITTEN = {"results", "totals", "last", "sums", "slots", "steps", "counter"}
 
-Change = Callable[[str], str]
-
 
 class Emulator:
-    """`statistics` has what each launch took, with the kernel's name. `change` edits the PTX of kernels."""
+    """`statistics` has what each launch took, with the kernel's name."""
 
-    def __init__(self, programs: int, arch: int, seed: int | None, find_races: bool, change: Change | None) -> None:
-        self.programs, self.arch, self.change = programs, arch, change
+    def __init__(self, programs: int, arch: int, seed: int | None, find_races: bool) -> None:
+        self.programs, self.arch = programs, arch
         self.options = {"seed": seed, "find_races": find_races, "most_instructions": 10**8}
         self.statistics: list[tuple[str, Statistics]] = []
         self.operands: list[Span] = []  # of the bucket that a kernel is launched for
@@ -65,7 +63,7 @@ class Launcher:
                 rights = READABLE | (WRITABLE if name in WRITTEN else 0)
                 spans.append(Span(storage.data_ptr(), storage.nbytes(), rights))
             values.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
-        code = emulated(self.name, emulator.arch, self.configuration, emulator.change)
+        code = emulated(self.name, emulator.arch, self.configuration)
         statistics = code.run(Memory(spans), values, programs, binary.threads, binary.shared_bytes, **emulator.options)
         emulator.statistics.append((self.name, statistics))
 
@@ -75,17 +73,16 @@ def span_of(tensor: Tensor, rights: int) -> Span:
 
 
 @functools.cache
-def emulated(kernel: str, arch: int, configuration: Configuration, change: Change | None) -> Kernel:
-    ptx = submit(kernel, arch, configuration).result().ptx
-    return Kernel(ptx if change is None else change(ptx))
+def emulated(kernel: str, arch: int, configuration: Configuration) -> Kernel:
+    return Kernel(submit(kernel, arch, configuration).result().ptx)
 
 
 @contextmanager
 def emulated_launches(
-    programs: int = 5, arch: int = 90, seed: int | None = None, find_races: bool = False, change: Change | None = None
+    programs: int = 5, arch: int = 90, seed: int | None = None, find_races: bool = False
 ) -> Iterator[Emulator]:
     """Within, backend="triton" serves CPU tensors, as a device that holds so many programs would."""
-    emulator = Emulator(programs, arch, seed, find_races, change)
+    emulator = Emulator(programs, arch, seed, find_races)
     triton, launch = backends.load_triton_backend(), triton_plan.Plan.launch
 
     def launch_noted(self: triton_plan.Plan, kernel: Any, bucket: Bucket, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""PTX text to instructions: one kernel of one module, as Triton or nvcc wrote it."""
+"""PTX text to instructions: one kernel of one module, as Triton wrote it."""
 
 from __future__ import annotations
 

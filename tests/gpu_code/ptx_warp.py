@@ -40,7 +40,7 @@ def compile_warp_reduction(instruction: Instruction, operands: Operands) -> Exec
     """redux.sync: one number from the lanes of a warp that take part now; the mask must name exactly these."""
     kind = type_of(instruction.opcode)
     reduce = BINARY[next(p for p in instruction.parts if p in ("add", "min", "max", "and", "or", "xor"))]
-    if kind.is_float:
+    if not {"abs", "NaN"}.isdisjoint(instruction.parts):
         raise NotImplementedError(instruction.text)
     write = operands.write(instruction.operands[0], kind)
     source, members = operands.read(instruction.operands[1], kind), operands.read(instruction.operands[2], TYPES["u32"])

@@ -1,7 +1,7 @@
-"""What the PTX emulator computes, refuses and finds, in PTX written by hand.
+"""What the PTX emulator refuses and finds, in PTX written by hand.
 
 That it executes compiled kernels correctly shows in test_emulated_kernels.py, whose steps are compared with the
-definition. These tests hold what steps cannot show: faults that it must find, and instructions in their rare cases.
+definition. These tests hold what steps cannot show: faults that it must find.
 """
 
 from __future__ import annotations
@@ -36,48 +36,6 @@ def run(
     """The array's address is in %rd1."""
     memory = Memory([span_of(array, rights)])
     return hand_written(body).run(memory, [array.ctypes.data], programs, threads, **options)  # type: ignore[arg-type]
-
-
-# --- Numbers
-
-
-def one_result(body: str) -> int:
-    """Returns what the body leaves in %rd2 of the last lane, or in %r1 if it has no %rd2."""
-    result = np.zeros(1, np.uint64)
-    run(body + ("st.global.b64 [%rd1], %rd2;" if "%rd2" in body else "st.global.b32 [%rd1], %r1;"), result)
-    return int(result[0])
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("mov.b32 %r2, -7; mov.b32 %r3, 2; div.s32 %r1, %r2, %r3;", 2**32 - 3),
-        ("mov.b32 %r2, 0xFFFFFFFF; mul.lo.s32 %r1, %r2, 3;", 2**32 - 3),
-        ("mov.b32 %r2, -16; shr.s32 %r1, %r2, 2;", 2**32 - 4),
-        ("mov.b32 %r2, -16; shr.u32 %r1, %r2, 40;", 0),
-        ("mov.b32 %r2, 0xABCD1234; bfe.u32 %r1, %r2, 8, 8;", 0x12),
-        ("mov.b32 %r2, 0x11223344; mov.b32 %r3, 0x55667788; prmt.b32 %r1, %r2, %r3, 0x5410;", 0x77883344),
-        ("mov.b16 %rs1, -2; cvt.s32.s16 %r1, %rs1;", 2**32 - 2),
-        ("mov.b16 %rs1, -2; cvt.u32.u16 %r1, %rs1;", 65534),
-        ("mov.b16 %rs1, 1; mov.b16 %rs2, 2; mov.b32 %r1, {%rs1, %rs2};", 0x00020001),
-        ("mov.b32 %r2, 0x7FC00000; cvt.rzi.s32.f32 %r1, %r2;", 0),
-        ("mov.b32 %r2, 0xCF800000; cvt.rzi.s32.f32 %r1, %r2;", 0x80000000),
-        ("mov.b32 %r2, 0x40200000; cvt.rni.u32.f32 %r1, %r2;", 2),
-        ("mov.b32 %r2, 0x00400000; add.f32 %r1, %r2, %r2;", 0x00800000),
-        ("mov.b32 %r2, 0x7FC00000; max.f32 %r1, %r2, 0f3F800000;", 0x3F800000),
-        ("mov.b32 %r2, 0x7FC00000; setp.neu.f32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;", 1),
-        ("mov.b32 %r2, 0x7FC00000; setp.ne.f32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;", 0),
-        ("mov.b16 %rs1, 0x4040; mov.b32 %r2, 0x3F800000; fma.rn.f32.bf16 %r1, %rs1, %rs1, %r2;", 0x41200000),
-        ("mov.u32 %r2, %laneid; redux.sync.max.u32 %r1, %r2, -1;", 31),
-        ("mov.u32 %r2, %laneid; shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;", 30),
-        ("mov.b32 %r2, -5; mad.wide.s32 %rd2, %r2, 3, 1;", 2**64 - 14),
-        ("mov.b64 %rd3, 0d3FF0000000000001; fma.rn.f64 %rd2, %rd3, %rd3, 0dBFF0000000000002;", 0x3970000000000000),
-        ("mov.b64 %rd3, 0x0000000100000002; mov.b64 {%r1, %r2}, %rd3; cvt.u64.u32 %rd2, %r1;", 2),
-        ("mov.b32 %r2, 0x3F800000; mov.b64 %rd3, {%r2, %r2}; add.f32x2 %rd2, %rd3, %rd3;", 0x4000000040000000),
-    ],
-)
-def test_an_instruction_does_what_its_manual_says(body: str, expected: int) -> None:
-    assert one_result(body) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-# Where `make frameworks` puts what other frameworks would not bear beside them: timm with torchvision,
-# litgpt, torchao.
+# Where `make frameworks` puts what other frameworks would not bear beside them: timm with torchvision.
 FOLDER = Path(sys.prefix) / "apart"
 
 

@@ -78,19 +78,8 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @each_page
-def test_what_is_to_be_made_can_be_made(page: Path) -> None:
-    targets = " ".join(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)).split()
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= set(targets)
-
-
-@each_page
 def test_links_and_pictures_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
-
-
-def test_all_pages_are_in_the_site() -> None:
-    listed = re.findall(r"^ +- .+: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert {page.relative_to(DOCS).as_posix() for page in PAGES[1:]} == set(listed)

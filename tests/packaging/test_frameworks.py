@@ -11,13 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from swd_fused import FusedAdamS, param_groups
-from tests.packaging import any_torchvision
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 900  # against hangs: on two cores that ten other processes share, a run takes half a minute
@@ -208,13 +206,6 @@ def fit_with_lightning(**options: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("default")  # the framework's own
-def test_lightning_clips_by_the_step_in_mixed_precision() -> None:
-    """With its own clipping Lightning refuses that. In float32 both ways work."""
-    assert fit_with_lightning(precision="bf16-mixed").optimizers[0].grad_norm > 0
-    assert fit_with_lightning(gradient_clip_val=0.5).optimizers[0].grad_norm > 0
-
-
-@pytest.mark.filterwarnings("default")  # the framework's own
 def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.loggers import CSVLogger
@@ -226,20 +217,3 @@ def test_metrics_in_the_logs_of_lightning(tmp_path: Path) -> None:
     norms = {int(row["step"]): float(row["adams/grad_norm"]) for row in rows if row["adams/grad_norm"]}
     assert list(norms) == [int(row["step"]) for row in rows if row["loss"]] == [1, 3]
     assert norms[3] == trainer.optimizers[0].grad_norm.item()
-
-
-@pytest.mark.filterwarnings("default")  # the framework's own
-def test_torchaos_offload_is_refused_unless_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wants a GPU for pinned memory and streams. Without one, stand-ins for these."""
-    any_torchvision.prepare()
-    pytest.importorskip("torchao")
-    from torchao.optim import CPUOffloadOptimizer, cpu_offload
-
-    empty_like = torch.empty_like
-    monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cuda"])
-    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: empty_like(tensor))
-    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
-    params = list(torch.nn.Linear(70, 70).parameters())
-    CPUOffloadOptimizer(params, FusedAdamS, lr=1e-2, decay="decoupled")
-    with pytest.raises(ValueError, match=r"CPUOffloadOptimizer makes one optimizer for each tensor.*CPUOffloadPolicy"):
-        CPUOffloadOptimizer(params, FusedAdamS, lr=1e-2)

@@ -169,15 +169,6 @@ def test_without_kernels_if_asked_for(builder: Builder, tmp_path: Path) -> None:
     assert not stale.exists()
 
 
-def test_metadata_has_absolute_links(builder: Builder) -> None:
-    """A package index shows the README without the repository around it."""
-    builder("-q", "egg_info")
-    text = (builder.source / "swd_fused.egg-info" / "PKG-INFO").read_text()
-    links = re.findall(r"\]\(([^)]+)\)", text)
-    assert [link for link in links if link.endswith(".png")]
-    assert not [link for link in links if not link.startswith(("https://", "#"))]
-
-
 @pytest.fixture
 def _not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "load_cpu_backend", lambda: "the C++ kernels are not built (a reason)")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +13,6 @@ import torch
 from swd_fused import __main__ as self_test
 from swd_fused import __version__
 from tests.definition import WRONG, AdamS, Group
-
-ROOT = Path(__file__).parents[2]
-# Without the finder of an editable installation, which would supply the kernels that a copy lacks.
-WITHOUT_EDITABLE_FINDER = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in str(finder)]
-"""
 
 
 def test_report() -> None:
@@ -89,29 +80,3 @@ def test_a_missing_backend_is_a_failure_where_it_could_be_had(
     monkeypatch.setattr(self_test, "new_optimizer", missing)
     outcome = "MISSING: not installed" if expected else "not used: its kernels are for CUDA and ROCm GPUs"
     assert self_test.tested("triton", device) == (not expected, outcome)
-
-
-@pytest.mark.slow
-def test_in_a_source_tree_without_kernels(tmp_path: Path) -> None:
-    """The check says what to do. Without NumPy, of which torch warns."""
-    tree, site = tmp_path / "tree", tmp_path / "site"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "swd_fused", tree / "swd_fused", ignore=ignored)
-    shutil.copy(ROOT / "setup.py", tree)
-    (tree / "csrc").mkdir()
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(WITHOUT_EDITABLE_FINDER)
-    (site / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "swd_fused"],
-        cwd=tree,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, [site, tree]))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stderr == ""
-    assert run.returncode == 1
-    assert "cpu    on cpu: MISSING: " in run.stdout
-    assert f"run `pip install -e .` in {tree}, a source tree without kernels" in run.stdout
-    assert "start Python in another folder" in run.stdout
