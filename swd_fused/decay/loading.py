@@ -46,7 +46,7 @@ def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], 
     kinds = " or ".join(repr(each) for each in (("decoupled", "l2") if kind is None else (kind,)))
     advice = f"To go on as it was saved build the optimizer with decay={kinds}."
     if is_adamws and decay == "scheduled" and name == "weight_decay" and value:
-        advice = f"To start the schedule from AdamW's decay call optimizer.match_adamw({saved_value!r}). {advice}"
+        advice = f"To start the schedule from AdamW's decay set adamw_weight_decay={saved_value!r}. {advice}"
     return kept, (
         f"The state dict has {saved_name}={saved_value!r} for {DESCRIPTIONS[kind]}, but this optimizer has "
         f"{DESCRIPTIONS[decay]}: keeping {name}={value!r}. {advice}"

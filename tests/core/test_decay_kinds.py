@@ -229,11 +229,6 @@ def test_how_weights_decay_is_not_loaded() -> None:
     FusedAdamS(twins_of(params), decay="l2").load_state_dict(adam.state_dict())
 
 
-def test_adamw_s_value_is_far_too_much_for_independent_decay() -> None:
-    with pytest.warns(UserWarning, match="removes 10% of each weight"):
-        FusedAdamS(random_params([(5,)]), decay="independent", weight_decay=0.1)
-
-
 # --- What is reported, and what is combined
 
 
@@ -314,7 +309,7 @@ def test_bias_correction_by_group(backend: str) -> None:
     other = FusedAdamS([{"params": [params[0]]}, {"params": [params[1]]}])
     other.load_state_dict(optimizer.state_dict())
     assert [group["bias_correction"] for group in other.param_groups] == [True, False]
-    with pytest.raises(ValueError, match=r"different bias_correction, \[False, True\]"):
+    with pytest.raises(ValueError, match="different betas or bias_correction"):
         optimizer.step(grad_sumsq=1.0)
 
 
@@ -325,14 +320,8 @@ def test_apex_keywords_are_accepted() -> None:
         [{"params": [0]}],
         bias_correction=True,
         adam_w_mode=False,
-        set_grad_none=False,
         capturable=True,
         master_weights=False,
     )
     assert optimizer.options.decay == "l2"
     assert "decay: l2" in repr(optimizer)
-    params[0].grad = torch.ones(5)
-    optimizer.zero_grad()
-    assert torch.equal(params[0].grad, torch.zeros(5))
-    optimizer.zero_grad(set_to_none=True)
-    assert params[0].grad is None

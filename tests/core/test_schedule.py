@@ -130,7 +130,7 @@ def test_decay_is_visible_as_adamws(backend: str) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_match_adamw(backend: str, steps_before: int) -> None:
+def test_one_step_of_calibration(backend: str, steps_before: int) -> None:
     """From a fresh start and in the middle of a run the next step is AdamW's, groups without decay left alone."""
     params, grads = random_params(SHAPES, torch.float64), random_grads(SHAPES, steps_before + 2, torch.float64)
     groups = [{"params": params[:1], "eps": 1e-3}, {"params": params[1:], "weight_decay": 0.0}]
@@ -141,7 +141,7 @@ def test_match_adamw(backend: str, steps_before: int) -> None:
     adamw.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     adamw.param_groups[0].update(weight_decay=0.1, lr=0.01, eps=1e-3)
 
-    optimizer.match_adamw(weight_decay=0.1)
+    optimizer.param_groups[0].update(adamw_weight_decay=0.1, calibration_steps=1)
     if steps_before:
         assert optimizer.effective_weight_decay() == pytest.approx([0.1, 0.0])
     run(params, grads[steps_before:-1], optimizer)
@@ -157,10 +157,10 @@ def test_match_adamw(backend: str, steps_before: int) -> None:
 
 
 @pytest.mark.parametrize("useless", [0.0, float("nan"), float("inf")])
-def test_match_adamw_waits_for_a_usable_step(backend: str, useless: float) -> None:
+def test_calibration_waits_for_a_usable_step(backend: str, useless: float) -> None:
     params = random_params(SHAPES)
     optimizer = FusedAdamS(params, backend=backend)
-    optimizer.match_adamw(weight_decay=0.1)
+    optimizer.param_groups[0].update(adamw_weight_decay=0.1, calibration_steps=1)
     run(params, [[torch.full(shape, useless) for shape in SHAPES]], optimizer)
     assert optimizer.param_groups[0]["weight_decay"] == 5e-4
     optimizer.state.clear()
