@@ -1,6 +1,6 @@
 """Averages of weights, as users see them: exchanged with the weights for a while, or copied into other tensors.
 
-How a state has them is in state/averages.py. The update of an element advances them.
+How a state has them is in state/weights.py. The update of an element advances them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from swd_fused.core.step import DeferredInterrupts
 from swd_fused.devices import graphs
 from swd_fused.distributed.sharding import full_tensor, is_dtensor, local_tensor, redistributed_like
 from swd_fused.options import MASTER, REMAINDER
-from swd_fused.state.averages import AVERAGE, EXCHANGED, refuse_exchanged
 from swd_fused.state.load import check_state
-from swd_fused.state.masters import joined, master_of, split
+from swd_fused.state.weights import AVERAGE, EXCHANGED, joined, master_of, refuse_exchanged, split
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS

@@ -39,8 +39,7 @@ from swd_fused.options import (
     unwrapped,
 )
 from swd_fused.outliers import OutlierWatch
-from swd_fused.state.averages import refuse_exchanged
-from swd_fused.state.masters import master_of
+from swd_fused.state.weights import master_of, refuse_exchanged
 
 ORDINARY_CALL = StepCall()
 SCALING = {"grad_scale", "found_inf"}  # which GradScaler sets for a step

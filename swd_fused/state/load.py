@@ -19,12 +19,11 @@ from swd_fused.devices.transfer import can_be_read
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
 from swd_fused.state import moments
-from swd_fused.state.averages import convert_average
 from swd_fused.state.eight_bit import SCALES, STORED_DTYPES, scales_shape
-from swd_fused.state.masters import convert_master
 from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype
 from swd_fused.state.operands import STORED
 from swd_fused.state.other_libraries import as_adams
+from swd_fused.state.weights import convert_average, convert_master
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swd_fused import FusedAdamS, FusedAdamW, averages
-from swd_fused.state.averages import AVERAGE
+from swd_fused.state.weights import AVERAGE
 from tests.device import DEVICE
 from tests.runs import error, everything, moments, random_grads, random_params, run, steps_for, to_numpy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.state.averages import AVERAGE
+from swd_fused.state.weights import AVERAGE
 from tests import definition, runs
 from tests.definition import AdamS, Group, MeanOfStepBefore
 from tests.runs import error, fused, moments, random_grads, random_params, run
