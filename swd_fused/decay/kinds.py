@@ -40,6 +40,9 @@ SHARE = Check(
     "a number in [0, 0.05] with decay='independent', the share of a weight that a step removes",
     "AdamW's value times its lr is usual.",
 )
+# In place of a learning rate of 0, in whose units an effective decay could not be given.
+ABOUT_TO_RISE = 1e-12
+
 MAX_DECAY = Check(
     lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
 )
@@ -116,23 +119,12 @@ def effective_decay(group: Group, exp_avg_sq_mean: float, lr: float) -> float:
     """Returns the `weight_decay` with which AdamW would shrink the weights of a group as much, within `max_decay`."""
     if math.isnan(exp_avg_sq_mean):
         return math.nan
+    lr = max(lr, ABOUT_TO_RISE)
     found = columns(group, lr)
-    # In units of the learning rate, also where that is 0: as if it were about to rise.
-    per_lr = found["decay_lr"] / lr if lr > 0 else _share_at_zero(group)
     scheduled = 0.0
     if exp_avg_sq_mean > 0:
-        scheduled = per_lr * found["weight_decay"] / divisor(exp_avg_sq_mean, group["eps"])
-        scheduled = min(scheduled, found["max_decay"] / lr if lr > 0 else math.inf)
-    return scheduled + per_lr * found["decoupled_decay"]
-
-
-def _share_at_zero(group: Group) -> float:
-    if not is_related(group):
-        return 1.0
-    largest = largest_lr(group, 0.0)
-    if group["decay"] == "independent":
-        return 1 / largest if largest else 0.0
-    return 0.0 if largest else 1.0
+        scheduled = found["decay_lr"] * found["weight_decay"] / divisor(exp_avg_sq_mean, group["eps"])
+    return (min(scheduled, found["max_decay"]) + found["decay_lr"] * found["decoupled_decay"]) / lr
 
 
 def harmless_mean(found: Mapping[str, float], lr: float) -> float:
