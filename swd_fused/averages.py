@@ -1,6 +1,6 @@
 """Exchanges weights and their averages for a while.
 
-State has the averages as state/averages.py says. The update of an element advances them.
+State has the averages as state/weights.py says. The update of an element advances them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,13 @@ from swd_fused.core.interrupts import DeferredInterrupts
 from swd_fused.devices import graphs
 from swd_fused.distributed.sharding import local_tensor
 from swd_fused.options import MASTER, REMAINDER
-from swd_fused.state.averages import AVERAGE, EXCHANGED, refuse_exchanged
-from swd_fused.state.load import check_fits
-from swd_fused.state.masters import joined, split
+from swd_fused.state.load import check_state
+from swd_fused.state.weights import AVERAGE, EXCHANGED, joined, refuse_exchanged, split
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
 
 Groups = Sequence[Mapping[str, Any]]
-
-
-def check_use_of_warmup(groups: Groups) -> None:
-    """Refuses a warm-up where nothing is averaged."""
-    if any(group["ema_warmup"] for group in groups) and not _averaging(groups):
-        raise ValueError(
-            "FusedAdamS got ema_warmup=True without ema_decay, wanted both: it is what the warm-up leads to. Pass "
-            "ema_decay=0.999, or leave ema_warmup out."
-        )
 
 
 def _averaging(groups: Groups) -> list[Mapping[str, Any]]:
@@ -86,8 +76,8 @@ class Exchange(NamedTuple):
     @staticmethod
     def of(param: Tensor, state: Mapping[str, Any]) -> Exchange:
         master = state.get(MASTER, state.get(REMAINDER))
+        check_state(state, param)
         local, average = local_tensor(param), local_tensor(state[AVERAGE])
-        check_fits(local, average, tuple(local.shape))
         return Exchange(local, average, None if master is None else local_tensor(master), [])
 
     def apply(self) -> None:

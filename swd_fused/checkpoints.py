@@ -26,7 +26,7 @@ from swd_fused.state.load import (
     other_entries,
     saved_by_param,
 )
-from swd_fused.state.masters import adoptable_masters
+from swd_fused.state.weights import warn_of_dropped_masters
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, A
 def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], options: Options) -> dict[str, Any]:
     """Returns the groups and the state of an optimizer that goes on from a state dict."""
     saved = saved_by_param(own_groups, state_dict)
-    adopted = adoptable_masters(saved, options)
+    warn_of_dropped_masters(saved, options)
     groups = []
     for own, saved_group in zip(own_groups, state_dict["param_groups"], strict=True):
         groups.append(loaded_group(own, saved_group, options))
@@ -65,8 +65,6 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
                     initializer = Initializer(param, options, group, backends.choose(param, options))
                     initializers[kind] = initializer
                 state[param] = initializer.loaded(param, saved[param])
-        for param, master in adopted:
-            param.copy_(master)
     return {"state": state, "param_groups": groups}
 
 

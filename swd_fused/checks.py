@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from difflib import get_close_matches
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
-
-# How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
-# not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
-MISSPELLING = 0.85
 
 
 class Check(NamedTuple):
@@ -56,11 +51,6 @@ def one_of(*choices: object) -> Check:
 
 FLAG = Check(lambda value: isinstance(value, bool), "True or False")
 FINITE = Check(is_finite, "a finite number >= 0")
-
-
-def did_you_mean(name: str, known: Collection[str], cutoff: float = MISSPELLING) -> str:
-    close = get_close_matches(str(name), known, n=1, cutoff=cutoff)
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def message(name: str, got: object, wanted: str, advice: str = "") -> str:

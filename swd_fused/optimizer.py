@@ -14,10 +14,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from swd_fused import averages, backends, checkpoints, decay, metrics
-from swd_fused.checks import FLAG, Check
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import Seams, Stepper, take
-from swd_fused.decay import calibration
 from swd_fused.decay.calibration import Calibration
 from swd_fused.decay.kinds import Decay
 from swd_fused.decay.warning import DecayWarning
@@ -26,11 +24,10 @@ from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
 from swd_fused.metrics import ClippedSteps
-from swd_fused.new_groups import check_all, check_fit, checked_defaults, listed, new_group
+from swd_fused.new_groups import check_all, checked_defaults, new_group
 from swd_fused.observer import Observer
 from swd_fused.options import (
     BackendName,
-    Checked,
     Compatibility,
     Options,
     Outliers,
@@ -41,8 +38,7 @@ from swd_fused.options import (
     unwrapped,
 )
 from swd_fused.outliers import OutlierWatch
-from swd_fused.state.averages import refuse_exchanged
-from swd_fused.state.masters import master_of
+from swd_fused.state.weights import master_of, refuse_exchanged
 
 ORDINARY_CALL = StepCall()
 SCALING = {"grad_scale", "found_inf"}  # which GradScaler sets for a step
@@ -108,8 +104,7 @@ class FusedAdamS(Optimizer):
     schedule = Setting()
     total_numel = Setting()
     backend = Setting()
-    set_grad_none = Checked(FLAG)
-    grad_sumsq_provider = Checked(Check(callable, "a function that returns grad_sumsq and numel, or None").or_none())
+    grad_sumsq_provider: Callable[[], tuple[Any, int | None]] | None
 
     @_disable_dynamo
     def __init__(
@@ -153,9 +148,8 @@ class FusedAdamS(Optimizer):
         arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
         options = asked_options(arguments)
         self._new_stepper(options, ShardedOver.checked(process_group), ClippedSteps())
-        self.set_grad_none = compatibility.get("set_grad_none", True)
         self.grad_sumsq_provider = None
-        super().__init__(listed(params), checked_defaults(arguments, options.decay))
+        super().__init__(params, checked_defaults(arguments, options.decay))
         self._stepper.restart(None, (self.defaults, *self.param_groups), is_fresh=True)
         check_all(options, self.defaults, self.param_groups)
 
@@ -168,13 +162,14 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(new_group(param_group, self.defaults, self.options, self.numbered_params()))
+        super().add_param_group(new_group(param_group, self.defaults, self.options))
         if self._gradient_release is not None:
             self._gradient_release.watch(self.param_groups, self.state)
 
     def use(self, options: Options, changed: str) -> None:
         """Obeys checked options from the next step on. `changed` is the name of the one that is new."""
-        check_fit(options, self.numbered_params())
+        for param in self.numbered_params():
+            backends.choose(param, options)  # refuses one that cannot serve
         if self._gradient_release is not None and not self._gradient_release.has_ended:
             self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
@@ -223,7 +218,7 @@ class FusedAdamS(Optimizer):
                 refuse_closure()
             with torch.enable_grad():
                 loss = closure()
-        provider = self.__dict__["grad_sumsq_provider"]  # past the check, which only setting it needs
+        provider = self.grad_sumsq_provider
         if torch.compiler.is_compiling():
             if grad_sumsq is None and provider is None and release is None and not is_distributed():
                 step_within_a_graph(self.numbered_params(), self._handle)
@@ -293,10 +288,6 @@ class FusedAdamS(Optimizer):
     def _step_call(self, grad_sumsq: float | Tensor | None = None, numel: int | None = None) -> StepCall:
         return StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
-    @_disable_dynamo
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     def __repr__(self) -> str:
         options = metrics.options_in_use(self._stepper, self.numbered_params())
         asked, steps = self.defaults["adamw_weight_decay"], self.defaults["calibration_steps"]
@@ -337,7 +328,6 @@ class FusedAdamS(Optimizer):
         return {
             **super().__getstate__(),
             "grad_sumsq_provider": self.grad_sumsq_provider,
-            "set_grad_none": self.set_grad_none,
             **checkpoints.pickled(self._stepper, self.state, self._clipped),
         }
 
@@ -422,10 +412,3 @@ class FusedAdamS(Optimizer):
         """
         optimizer = unwrapped(self)
         return metrics.rms_by_param(optimizer.param_groups, optimizer.state, optimizer._stepper.sharded_over)
-
-    def match_adamw(self, weight_decay: float) -> None:
-        """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
-
-        Sets the weight decay of each group that decays at all. The step after the next waits for the device, once.
-        """
-        calibration.match_adamw(weight_decay, self.options.decay, self.param_groups)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from swd_fused import checks
 from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, message, one_of
 from swd_fused.decay.kinds import Decay, DecayOptions, check_combination
+from swd_fused.devices.transfer import can_be_read
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
@@ -42,13 +43,10 @@ LR_ROUNDING = 1e-12
 
 
 def is_beta(value: object) -> bool:
-    """Reads tensors: whoever takes betas as numbers does so too.
-
-    Betas of 1 and more pass, as they do in Adam: schedulers that cycle the momentum set what they are told to.
-    """
+    """Reads tensors: whoever takes betas as numbers does so too."""
     if isinstance(value, Tensor):
-        return is_one_float(value) and 0 <= float(value.detach()) < math.inf
-    return is_finite(value)
+        return is_one_float(value) and 0 <= float(value.detach()) < 1
+    return is_number(value) and 0 <= value < 1
 
 
 ONE_IF_TENSOR = Check(
@@ -57,7 +55,7 @@ ONE_IF_TENSOR = Check(
 FINITE_IF_NUMBER = FINITE._replace(accepts=lambda lr: isinstance(lr, Tensor) or is_finite(lr, -LR_ROUNDING))
 BETAS = Check(
     lambda betas: isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(is_beta, betas)),
-    "two numbers, or tensors with one",
+    "two numbers in [0, 1), or tensors with one",
     "Adam's usual choice is (0.9, 0.999).",
 )
 STATE_DTYPE = Check(lambda dtype: dtype is None or dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or None")
@@ -149,8 +147,7 @@ class Compatibility(TypedDict, total=False):
 
     torch's: `fused`, `foreach` and `capturable` have no effect, since the backend chooses the implementation and steps
     on the GPU can always be captured; `differentiable=True` is refused. apex's: `bias_correction=False` leaves out both
-    bias corrections, `adam_w_mode=False` is `decay="l2"`, and `set_grad_none` is the default of `zero_grad`.
-    `offload=True`, of version 0.2, is refused.
+    bias corrections, `adam_w_mode=False` is `decay="l2"`. `offload=True`, of version 0.2, is refused.
     """
 
     fused: Annotated[bool | None, one_of(True, False, None)]
@@ -159,22 +156,17 @@ class Compatibility(TypedDict, total=False):
     differentiable: Annotated[bool, FLAG]
     bias_correction: Annotated[bool, FLAG]
     adam_w_mode: Annotated[bool, FLAG]
-    set_grad_none: Annotated[bool, FLAG]
     offload: Annotated[bool, FLAG]
 
 
 GROUP_OPTIONS = (*GroupOptions._fields, *DecayOptions._fields)
 GROUP_DEFAULTS = {**GroupOptions._field_defaults, **DecayOptions._field_defaults}
-GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode", "set_grad_none")
+GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode")
 KNOWN_KEYS = {"params", *GROUP_OPTIONS}
 
-# Names that are too short to be taken for misspelt ones, by the options that they stand for elsewhere.
-MEANT = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    **dict.fromkeys(("adamw_wd", "adamw_decay"), "adamw_weight_decay"),
-    **dict.fromkeys(("ema", "ema_beta"), "ema_decay"),
-}
+# How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
+# not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
+MISSPELLING = 0.85
 
 
 def checks_in(table: type) -> dict[str, tuple[Check, ...]]:
@@ -194,17 +186,6 @@ def check_values(all_checks: Mapping[str, tuple[Check, ...]], values: Mapping[st
 
 
 # --- Checks of groups
-
-
-def check_new_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Checks a group that a user adds. Reads tensors, which may wait for a device."""
-    whole = {**defaults, **group}
-    check_group(whole, defaults["decay"])
-    if isinstance(whole["lr"], Tensor):
-        check_tensor_lr(whole["lr"])
-    betas = whole["betas"]
-    if not all(0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(message("betas", betas, "two numbers in [0, 1)", "Adam's usual choice is (0.9, 0.999)."))
 
 
 def check_tensor_lr(lr: Tensor) -> None:
@@ -227,16 +208,18 @@ def check_group(group: Mapping[str, Any], decay: Decay) -> None:
                 f"FusedAdamS got {name}={group[name]!r} in a parameter group, but it holds for all groups. Pass it to "
                 f"the constructor: FusedAdamS(..., {name}={group[name]!r})."
             )
-        if advice := _advice_on(name):
+        if advice := _did_you_mean(name):
             raise ValueError(f"FusedAdamS got an unknown key {name}={group[name]!r} in a parameter group.{advice}")
     check_values(GROUP_CHECKS, group)
+    if isinstance(group["lr"], Tensor) and can_be_read(group["lr"]):
+        check_tensor_lr(group["lr"])
     check_combination(group)
 
 
-@cache
-def _advice_on(name: str) -> str:
-    """Kept, since comparing names takes long, and a group is looked at whenever one of its entries has changed."""
-    return checks.did_you_mean(MEANT.get(name, name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS))
+@cache  # comparing names takes long, and a group is looked at whenever one of its entries has changed
+def _did_you_mean(name: str) -> str:
+    close = get_close_matches(str(name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS), n=1, cutoff=MISSPELLING)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 # --- Checks of arguments, and of options together
@@ -250,10 +233,8 @@ def refuse_unsupported(keywords: Mapping[str, Any]) -> None:
         )
     if keywords.get("offload"):
         raise ValueError(
-            "FusedAdamS got offload=True, which is gone since 0.3. To keep parameters and state in host memory shard "
-            "the model by FSDP2, on one process too: fully_shard(model, offload_policy=CPUOffloadPolicy()). To keep "
-            "parameters on the GPU use DeepSpeed's offload_optimizer, and swd_fused.distributed.deepspeed's "
-            "follow(engine). See docs/memory.md."
+            "FusedAdamS got offload=True, which is gone since 0.3. Use fully_shard(model, "
+            "offload_policy=CPUOffloadPolicy()), or DeepSpeed's offload_optimizer with follow(engine): docs/memory.md."
         )
 
 
@@ -261,28 +242,13 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
     """Returns what the constructor's arguments ask for of the optimizer as a whole."""
     for name, value in arguments["compatibility"].items():
         if name not in COMPATIBILITY_CHECKS:
-            known = (*GROUP_OPTIONS, *GLOBAL_OPTIONS, *COMPATIBILITY_CHECKS)
-            advice = checks.did_you_mean(MEANT.get(name, name), known, cutoff=0.6)
-            raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{advice}")
+            raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{_did_you_mean(name)}")
         for check in COMPATIBILITY_CHECKS[name]:
             check.require(name, value)
     refuse_unsupported(arguments["compatibility"])
-    decay: Decay = arguments["decay"]
-    if not arguments.get("adam_w_mode", True):
-        if decay in ("decoupled", "independent"):
-            raise ValueError(
-                f"FusedAdamS got adam_w_mode=False, which asks for L2 regularization, with decay={decay!r}, which asks "
-                "for decay of the weights themselves. Use one of the two."
-            )
-        decay = "l2"
+    decay: Decay = arguments["decay"] if arguments.get("adam_w_mode", True) else "l2"
     names = set(Options._fields) - {"offload"}  # it is refused with the other keywords
-    options = checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
-    if options.outliers is None and options.outlier_sigma != Options().outlier_sigma:
-        raise ValueError(
-            f"FusedAdamS got outlier_sigma={options.outlier_sigma!r} without outliers, wanted both. Say what to do "
-            'with steps above it, outliers="skip" or "clip", or leave outlier_sigma out.'
-        )
-    return options
+    return checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
 
 
 def checked(options: Options) -> Options:
@@ -307,11 +273,8 @@ def checked(options: Options) -> Options:
     return options
 
 
-# --- Attributes that users set after construction: obeyed from the next step on
-
-
 class Setting:
-    """An option of the whole optimizer as an attribute."""
+    """An option of the whole optimizer as an attribute, which is obeyed from the next step on."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -321,23 +284,6 @@ class Setting:
 
     def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
         optimizer.use(checked(optimizer.options._replace(**{self._name: value})), self._name)
-
-
-class Checked:
-    """An attribute that is checked when it is set."""
-
-    def __init__(self, check: Check) -> None:
-        self._check = check
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: FusedAdamS, owner: type) -> Any:
-        return self if optimizer is None else unwrapped(optimizer).__dict__[self._name]
-
-    def __set__(self, optimizer: FusedAdamS, value: Any) -> None:
-        self._check.require(self._name, value)
-        unwrapped(optimizer).__dict__[self._name] = value
 
 
 def unwrapped(optimizer: FusedAdamS) -> FusedAdamS:

@@ -33,8 +33,8 @@ from swd_fused.decay import decay_factor
 from swd_fused.devices.transfer import scalar_dtype
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import BLOCK, blocks_of_row
-from swd_fused.state.masters import joined, split
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
+from swd_fused.state.weights import joined, split
 
 # Elements of a piece. On the CPU temporaries then need no fresh pages, which for a large tensor cost more than the
 # whole update; smaller pieces lost more to the operators' own overhead (2^17: 1.4 times as long).

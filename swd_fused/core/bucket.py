@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import compress
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from swd_fused.devices.transfer import HostCopy, can_be_read_later, from_host, i
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.options import Options
 from swd_fused.state.eight_bit import CODES, block_numbers
-from swd_fused.state.load import check_stored
 from swd_fused.state.operands import are_plain, as_real, columns_of
 from swd_fused.state.rounding import element_numbers
 
@@ -79,8 +78,7 @@ class Bucket:
     def __init__(self, key: BucketKey, entries: Entries, options: Options) -> None:
         self.backend, self.device, self.amsgrad, unused, self.sharding = key
         self.options = options
-        self.numbers, self.group_indices, self._whole_params, owned, states = entries
-        self._is_new = all(map(is_, owned, states))  # so that its state needs no check
+        self.numbers, self.group_indices, self._whole_params, _, states = entries
         self.params = self._whole_params
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
@@ -135,11 +133,9 @@ class Bucket:
         self.count = torch.full((), self.numel, dtype=scalar_dtype(self.device), device=self.device)
 
     def check(self) -> None:
-        """Raises unless every tensor fits its parameter and has its memory."""
+        """Raises unless gradients fit the local parts of parameters."""
         if self.params is not self._whole_params:  # others were checked before
             check_grads((param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None)
-        if not self._is_new:
-            check_stored(self.params, self.state, self.coded)
 
     # --- What backends ask for
 

@@ -27,10 +27,10 @@ from swd_fused.distributed.sharding import (
     local_tensor,
 )
 from swd_fused.options import Options
-from swd_fused.state.averages import refuse_exchanged
 from swd_fused.state.load import Initializer
 from swd_fused.state.moments import has_moments
 from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real, unused_columns
+from swd_fused.state.weights import refuse_exchanged
 
 State = dict[Tensor, dict[str, Any]]
 Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a parameter

@@ -225,7 +225,7 @@ class Step:
         if values.tensor_lrs:
             values.begin()
         self.groups, self.source, self.gate = groups, source, gate
-        self._stepper, self._state, self._values = stepper, state, values
+        self.values, self._stepper, self._state = values, stepper, state
 
     @property
     def number(self) -> int:
@@ -247,7 +247,7 @@ class Step:
         if not has_grads and not is_distributed():
             return True
         options, over = stepper.options_of_tensors, stepper.sharded_over
-        inputs = Inputs(options, over, self.groups, self._values.kinds, self._state, params, grads)
+        inputs = Inputs(options, over, self.groups, self.values.kinds, self._state, params, grads)
         snapshot = stepper.latest
         if snapshot is None or not snapshot.holds(inputs):
             snapshot = stepper.snapshot(inputs)
@@ -258,7 +258,7 @@ class Step:
                 snapshot.refuse_unknown_shards()
             if snapshot.gpus and graphs.is_capturing_on(snapshot.gpus):
                 snapshot = self._for_capture(snapshot)
-            snapshot.begin(self._values)
+            snapshot.begin(self.values)
             self.buckets, self.ranks = snapshot.buckets, snapshot.ranks
             if self.mean is None and self.is_partial and not self.source.is_known(snapshot):
                 return False
@@ -354,8 +354,8 @@ class Step:
         if self._is_captured or stepper.last_of_graphs is not None:
             stepper.leave_last_to_graphs(results)
         stepper.steps_taken += 1
-        if self._values.followed:
-            self._values.count_lrs(self.groups)
+        if self.values.followed:
+            self.values.count_lrs(self.groups)
         if self.skip is not None and not self.source.continues:
             stepper.count_skipped(self.skip)
         for bucket in snapshot.buckets:
@@ -365,7 +365,7 @@ class Step:
             stepper.keep_for_graphs(snapshot)
         if stepper.concerned:
             mean = results.tolist()[0] if type(results) is Tensor and results.is_cpu else self._readable_mean()
-            is_harmless = mean >= self._values.harmless_mean
+            is_harmless = mean >= self.values.harmless_mean
             for observer in stepper.concerned:
                 if not (is_harmless and observer.needs_small_mean):
                     observer.note(self)

@@ -9,21 +9,19 @@ they are saved and loaded with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from swd_fused.checks import Check, is_whole
-from swd_fused.decay.kinds import ADAMW_WEIGHT_DECAY, Decay, check_is_scheduled, divisor
+from swd_fused.decay.kinds import divisor
 from swd_fused.observer import Groups, Observer
 
 if TYPE_CHECKING:
     from swd_fused.core.step import Step
 
 CALIBRATION_STEPS = 100
-SOME_STEPS = Check(lambda steps: is_whole(steps, 1), "a whole number > 0", "The warm-up is a good choice.")
 
 
 class Calibration(Observer):
@@ -72,56 +70,8 @@ class Calibration(Observer):
         )
 
 
-# --- The two entries of a group
-
-
-def calibration_of(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the two entries of a new group: its own, none where it does not decay, or the optimizer's."""
-    kind: Decay = defaults["decay"]
-    decays = group.get("weight_decay", defaults["weight_decay"]) != 0
-    if "adamw_weight_decay" in group:
-        if group["adamw_weight_decay"] and not decays:
-            raise ValueError(
-                f"FusedAdamS got a parameter group with adamw_weight_decay={group['adamw_weight_decay']!r}, but with "
-                "weight_decay=0, which makes it decay not at all. Use one of the two."
-            )
-        steps = group.get("calibration_steps", defaults["calibration_steps"] or None)
-        return checked_calibration(group["adamw_weight_decay"], steps, kind)
-    return {} if decays else checked_calibration(None, None, kind)
-
-
-def checked_calibration(weight_decay: float | None, steps: int | None, kind: Decay) -> dict[str, Any]:
-    """Returns `adamw_weight_decay` and `calibration_steps` as a group has them."""
-    if weight_decay is None:
-        if steps:
-            raise ValueError(f"FusedAdamS got calibration_steps={steps!r} without adamw_weight_decay, wanted both.")
+def calibration_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the two entries of a new group, given all that it has: none where it does not decay."""
+    if group["adamw_weight_decay"] is None or group["weight_decay"] == 0:
         return {"adamw_weight_decay": None, "calibration_steps": 0}
-    check_is_scheduled(weight_decay, kind)
-    ADAMW_WEIGHT_DECAY.require("adamw_weight_decay", weight_decay)
-    steps = CALIBRATION_STEPS if steps is None else steps
-    SOME_STEPS.require("calibration_steps", steps)
-    return {"adamw_weight_decay": weight_decay, "calibration_steps": steps}
-
-
-def check_some_group_decays(adamw_weight_decay: float | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    if adamw_weight_decay and not any(group["adamw_weight_decay"] for group in groups):
-        raise ValueError(
-            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r}, but all parameter groups have weight_decay=0. "
-            "Leave weight_decay out of the groups that should decay (in Hugging Face's TrainingArguments give it the "
-            "same value as adamw_weight_decay)."
-        )
-
-
-def match_adamw(weight_decay: float, kind: Decay, groups: Groups) -> None:
-    """Makes groups that decay take one step of calibration."""
-    if kind != "scheduled":
-        raise ValueError(f"match_adamw got decay={kind!r}, wanted the schedule's. Set weight_decay instead.")
-    ADAMW_WEIGHT_DECAY.require("match_adamw(weight_decay)", weight_decay)
-    decaying = [group for group in groups if group["weight_decay"] > 0]
-    if weight_decay > 0 and not decaying:
-        raise ValueError(
-            f"match_adamw got weight_decay={weight_decay!r}, but all parameter groups have weight_decay=0. Give those "
-            "that should decay a weight_decay > 0 first, of any size."
-        )
-    for group in decaying:
-        group["adamw_weight_decay"], group["calibration_steps"] = weight_decay, 1
+    return {"calibration_steps": group["calibration_steps"] or CALIBRATION_STEPS}

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, message, one_of
+from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import from_host, scalar_dtype
 
@@ -34,6 +34,14 @@ WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2":
 # Nobody uses so large a decay with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when
 # training of its models begins; AdamW's 0.1, typed out of habit, acts like 161 in a small language model.
 FAR_BEYOND_ADAMW = 10.0
+
+SHARE = Check(
+    lambda share: is_number(share) and 0 <= share <= 0.05,
+    "a number in [0, 0.05] with decay='independent', the share of a weight that a step removes",
+    "AdamW's value times its lr is usual.",
+)
+# In place of a learning rate of 0, in whose units an effective decay could not be given.
+ABOUT_TO_RISE = 1e-12
 
 MAX_DECAY = Check(
     lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
@@ -111,23 +119,12 @@ def effective_decay(group: Group, exp_avg_sq_mean: float, lr: float) -> float:
     """Returns the `weight_decay` with which AdamW would shrink the weights of a group as much, within `max_decay`."""
     if math.isnan(exp_avg_sq_mean):
         return math.nan
+    lr = max(lr, ABOUT_TO_RISE)
     found = columns(group, lr)
-    # In units of the learning rate, also where that is 0: as if it were about to rise.
-    per_lr = found["decay_lr"] / lr if lr > 0 else _share_at_zero(group)
     scheduled = 0.0
     if exp_avg_sq_mean > 0:
-        scheduled = per_lr * found["weight_decay"] / divisor(exp_avg_sq_mean, group["eps"])
-        scheduled = min(scheduled, found["max_decay"] / lr if lr > 0 else math.inf)
-    return scheduled + per_lr * found["decoupled_decay"]
-
-
-def _share_at_zero(group: Group) -> float:
-    if not is_related(group):
-        return 1.0
-    largest = largest_lr(group, 0.0)
-    if group["decay"] == "independent":
-        return 1 / largest if largest else 0.0
-    return 0.0 if largest else 1.0
+        scheduled = found["decay_lr"] * found["weight_decay"] / divisor(exp_avg_sq_mean, group["eps"])
+    return (min(scheduled, found["max_decay"]) + found["decay_lr"] * found["decoupled_decay"]) / lr
 
 
 def harmless_mean(found: Mapping[str, float], lr: float) -> float:
@@ -141,31 +138,19 @@ def harmless_mean(found: Mapping[str, float], lr: float) -> float:
 def check_combination(group: Group) -> None:
     """Refuses options that mean nothing together."""
     kind = group["decay"]
-    if group["adamw_weight_decay"] is not None:
-        check_is_scheduled(group["adamw_weight_decay"], kind)
-    if kind == "l2" and (group["corrected_decay"] or group["cautious_decay"]):
-        name = "corrected_decay" if group["corrected_decay"] else "cautious_decay"
-        raise ValueError(
-            f"FusedAdamS got {name}=True with decay='l2', which acts on the gradient and takes no share of the weight. "
-            "Use decay='decoupled' or 'scheduled'."
-        )
-    if kind == "independent" and group["corrected_decay"]:
-        raise ValueError(
-            "FusedAdamS got corrected_decay=True with decay='independent', which is related to the largest learning "
-            "rate already. Leave it out; or use decay='decoupled', which corrected_decay makes AdamC's."
-        )
-    if kind == "independent" and group["weight_decay"] >= 1:
-        wanted = "a number in [0, 1) with decay='independent', the share of a weight that a step removes"
-        raise ValueError(message("weight_decay", group["weight_decay"], wanted, "AdamW's value times its lr is usual."))
-
-
-def check_is_scheduled(adamw_weight_decay: object, kind: Decay) -> None:
-    """Refuses AdamW's decay where there is no schedule that could start from it."""
-    if kind != "scheduled":
-        raise ValueError(
-            f"FusedAdamS got adamw_weight_decay={adamw_weight_decay!r} with decay={kind!r}, which has no schedule "
-            "that could start from it. Use weight_decay."
-        )
+    nothing_with = {
+        "adamw_weight_decay": ("decoupled", "independent", "l2"),  # no schedule could start from it
+        "corrected_decay": ("independent", "l2"),  # related to the largest lr already; acts on the gradient
+        "cautious_decay": ("l2",),
+    }
+    for name, kinds in nothing_with.items():
+        if kind in kinds and group[name] not in (None, False):
+            raise ValueError(
+                f"FusedAdamS got {name}={group[name]!r} with decay={kind!r}, where it means nothing. Leave it out, or "
+                "use another decay: docs/weight-decay.md."
+            )
+    if kind == "independent":
+        SHARE.require("weight_decay", group["weight_decay"])
 
 
 # --- The largest learning rate so far

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from swd_fused.decay.kinds import FAR_BEYOND_ADAMW, SO_FAR, columns, divisor
+from swd_fused.decay.kinds import FAR_BEYOND_ADAMW, divisor
 from swd_fused.devices.transfer import HostCopy, can_be_read_later, is_fake
 from swd_fused.observer import Groups, Observer
 from swd_fused.user_warning import warn_user
@@ -21,13 +22,8 @@ EARLY_STEPS = 100
 # How often to look at a device's mean after that. Each look takes the host as long as launching a kernel.
 STEPS_BETWEEN = 50
 
-# Entries of groups that may be tensors, whose numbers are read together with the mean.
-LRS = ("lr", SO_FAR)
-
-ADVICE = (
-    "FusedAdamS divides weight_decay by the rms gradient, so values made for AdamW are far too large: pass those as "
-    "adamw_weight_decay=... instead, matched over enough calibration_steps, for instance the warm-up."
-)
+# Of the table of hyper-parameters, which has learning rates that are tensors as numbers.
+COLUMNS = ("lr", "decay_lr", "eps", "weight_decay", "max_decay")
 
 
 class DecayWarning(Observer):
@@ -46,7 +42,7 @@ class DecayWarning(Observer):
         self.is_due = self._is_done = False
         self._early_steps = early_steps  # the first steps of training, if they are among those to come
         self._message: str | None = None
-        self._pending: tuple[HostCopy, list[dict[str, Any]], bool] | None = None
+        self._pending: tuple[HostCopy, bool] | None = None  # the numbers on their way, and whether the step is early
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Starts looking anew. `is_fresh` is whether training begins here, so that the first steps are early ones."""
@@ -56,57 +52,55 @@ class DecayWarning(Observer):
         return not self._is_done and options.decay == "scheduled"
 
     def note(self, step: Step) -> None:
-        """Takes up the mean of a step that has been taken, and the groups that it was used for."""
+        """Takes up the mean of a step that has been taken, and the hyper-parameters that it was used with."""
         mean, number = step.results[0], step.number
         if self._is_done or self.is_due or is_fake(mean):
             return
         is_early = number <= self._early_steps
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in step.groups]
-        tensors = [group[key] for group in groups for key in LRS if isinstance(group.get(key), Tensor)]
         if mean.is_cpu:
-            self._message = _message_on([float(value) for value in (mean, *tensors)], groups, is_early)
+            self._message = _message_on([float(mean), *_columns(step).flatten().tolist()], is_early)
             self.is_due = self._message is not None
         elif (is_early or number % STEPS_BETWEEN == 0) and can_be_read_later(mean):
-            self._pending = HostCopy([mean, *tensors]), groups, is_early
+            self._pending = HostCopy([mean, _columns(step)]), is_early
             self.is_due = True
 
     def speak(self, groups: Groups) -> None:
         """Warns of what earlier steps have shown."""
         if self._pending is not None:
-            copy, of_groups, is_early = self._pending
+            copy, is_early = self._pending
             values = copy.arrived()
             if values is not None:
                 self._pending = None
-                self._message = _message_on(values, of_groups, is_early)
+                self._message = _message_on(values, is_early)
                 self.is_due = self._message is not None
         if self._message is not None:
             message, self._message, self.is_due, self._is_done = self._message, None, False, True
             warn_user(message)
 
 
-def _message_on(values: list[float], groups: list[dict[str, Any]], is_early: bool) -> str | None:
-    """Returns the warning, if there is one. `values` are the mean, and what is a tensor in the groups."""
-    exp_avg_sq_mean, *rest = values
+def _columns(step: Step) -> Tensor:
+    """Returns what decides about a step's decay, with a row for each group, where the mean is."""
+    hyper = step.values.on(step.results[0].device)
+    return torch.stack([hyper.column(name) for name in COLUMNS], 1)
+
+
+def _message_on(values: list[float], is_early: bool) -> str | None:
+    """Returns the warning, if there is one. `values` are the mean, and the columns of each group."""
+    exp_avg_sq_mean, *columns = values
     if not exp_avg_sq_mean > 0:
         return None
-    rms, numbers = math.sqrt(exp_avg_sq_mean), iter(rest)
-    for index, group in enumerate(groups):
-        group = {**group, **{key: next(numbers) for key in LRS if isinstance(group.get(key), Tensor)}}
-        lr = max(0.0, group["lr"])
-        found = columns(group, lr)
-        weight_decay, max_decay = found["weight_decay"], found["max_decay"]
-        shrink = found["decay_lr"] * weight_decay / divisor(exp_avg_sq_mean, group["eps"])
-        scheduled = shrink / lr if lr else 0.0
-        acts_like = f"at an rms gradient of {rms:.2g} weight_decay={weight_decay:g} acts like {scheduled:.3g} in AdamW"
-        if shrink > max_decay:
-            larger = " If so large a decay is meant, pass a larger max_decay=, up to 1." if max_decay < 1 else ""
+    rms = math.sqrt(exp_avg_sq_mean)
+    for index in range(len(columns) // len(COLUMNS)):
+        lr, decay_lr, eps, weight_decay, max_decay = columns[index * len(COLUMNS) :][: len(COLUMNS)]
+        shrink = decay_lr * weight_decay / divisor(exp_avg_sq_mean, eps)
+        acts_like = shrink / lr if lr else 0.0
+        if shrink > max_decay or (is_early and acts_like > FAR_BEYOND_ADAMW):
             return (
-                f"max_decay={max_decay:g} binds in parameter group {index}: {acts_like} and would remove "
-                f"{100 * shrink:.3g}% of each weight in one step. {ADVICE}{larger}"
-            )
-        if is_early and lr > 0 and scheduled > FAR_BEYOND_ADAMW:
-            return (
-                f"The weight decay of parameter group {index} is far beyond what is used with AdamW, 0.01 to 0.3: "
-                f"{acts_like}. {ADVICE} Or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now."
+                f"weight_decay={weight_decay:g} of parameter group {index} acts like {acts_like:.3g} in AdamW, where "
+                f"0.01 to 0.3 is usual. At an rms gradient of {rms:.2g} it would remove {100 * shrink:.3g}% of each "
+                f"weight in one step, and max_decay={max_decay:g} allows {100 * max_decay:g}%. FusedAdamS divides "
+                "weight_decay by the rms gradient: pass AdamW's value as adamw_weight_decay, with calibration_steps as "
+                f"long as the warm-up; or use weight_decay={0.1 * rms:.1g}, which acts like 0.1 now. If so much is "
+                "meant, pass a larger max_decay."
             )
     return None

@@ -47,9 +47,9 @@ class HostCopy:
 
     def __init__(self, values: list[Tensor]) -> None:
         device, dtype = values[0].device, values[0].dtype
-        stacked = torch.stack([value.detach().reshape(()).to(device, dtype, non_blocking=True) for value in values])
-        self._host = torch.empty(len(values), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-        self._host.copy_(stacked, non_blocking=True)
+        flat = torch.cat([value.detach().reshape(-1).to(device, dtype, non_blocking=True) for value in values])
+        self._host = torch.empty(len(flat), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        self._host.copy_(flat, non_blocking=True)
         self._device = device
         self._arrival = torch.Event(device=device)
         self._arrival.record()

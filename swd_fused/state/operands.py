@@ -16,8 +16,8 @@ from torch import Tensor
 
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor
 from swd_fused.options import MASTER, REMAINDER, Options
-from swd_fused.state.averages import AVERAGE
 from swd_fused.state.eight_bit import CODES, SCALES
+from swd_fused.state.weights import AVERAGE
 
 
 class StateColumns(NamedTuple):

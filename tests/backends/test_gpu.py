@@ -87,7 +87,7 @@ def test_the_warning_comes_late_and_without_waiting(backend: str) -> None:
             with no_waiting():  # what was on its way has arrived when it begins
                 optimizer.step()
 
-    with pytest.warns(UserWarning, match=r"max_decay=0\.1 binds") as caught:
+    with pytest.warns(UserWarning, match=r"max_decay=0\.1 allows 10%") as caught:
         steps()
     assert len(caught) == 1
 

@@ -86,7 +86,7 @@ def test_contender_steps_all_parameters(contender: Contender) -> None:
     assert ("lerp" in contender.peer) == ("lerp" in contender.name or "average" in contender.name)
 
 
-@pytest.mark.filterwarnings("ignore:The weight decay of parameter group")  # it acts like 10 here
+@pytest.mark.filterwarnings("ignore:weight_decay=")  # it acts like 10 here
 @pytest.mark.parametrize(("eps", "allowed"), [(0.0, 1e-13), (1e-8, 2e-6)])
 def test_the_authors_loop_is_adams_but_for_eps_in_the_schedule(eps: float, allowed: float) -> None:
     """1e-8 beside an rms of 1e-3 weakens a decay of 1% by 1e-5 of itself: 1e-7 of a weight in each of 10 steps."""

@@ -36,6 +36,7 @@ OF_GROUPS: list[tuple[str, Any]] = [
     ),
     *(("betas", value) for value in ((-0.5, 0.9), (0.9, -0.1), (0.9, nan), (0.9,), 0.9, (0.9, "0.9"))),
     *(("betas", value) for value in ((at_cpu(nan), at_cpu(0.9)), (torch.ones(2), at_cpu(0.9)))),
+    *(("betas", value) for value in ((1.0, 0.999), (at_cpu(1.5), at_cpu(0.9)))),
     *(("eps", value) for value in (-1e-8, nan)),
     *(("weight_decay", value) for value in (-0.1, nan)),
     *(("max_decay", value) for value in (0, 0.0, 1.5)),
@@ -49,12 +50,9 @@ OF_GROUPS: list[tuple[str, Any]] = [
     ("differentiable", True),
     ("offload", True),
 ]
-# Schedulers may set such betas, as Adam lets them.
-WHEN_MADE: list[tuple[str, Any]] = [("betas", (1.0, 0.999)), ("betas", (at_cpu(1.5), at_cpu(0.9)))]
 MISSPELT_OR_OF_ALL = [
     *(("weigth_decay", 0.1), ("maximise", True), ("max_grad_norms", 1.0), ("schedule", "lagged"), ("decay", "l2")),
     *((name, 1) for name in ("seed", "backend", "max_grad_norm", "total_numel")),
-    *((name, 0.1) for name in ("wd", "adamw_wd", "learning_rate", "ema")),
 ]
 FOR_ALL: list[tuple[Options, str, Any]] = [
     *(({}, "max_grad_norm", value) for value in (-1.0, 0, nan, "1", True)),
@@ -67,8 +65,7 @@ FOR_ALL: list[tuple[Options, str, Any]] = [
     *(({"decay": decay}, "schedule", "lagged") for decay in ("l2", "decoupled", "independent")),
     *(({}, "schedule", value) for value in ("laged", None)),
     ({}, "backend", "tpu"),
-    *(({}, "total_numel", value) for value in (0, True, 1.5, "900", 9)),
-    *(({}, "set_grad_none", value) for value in (1, None)),
+    *(({}, "total_numel", value) for value in (0, True, 1.5, "900")),
 ]
 
 
@@ -76,7 +73,7 @@ def refusal(name: str) -> Any:
     return pytest.raises(ValueError, match=rf"FusedAdamS got (an unknown key )?({name})=")
 
 
-@pytest.mark.parametrize(("name", "value"), [*OF_GROUPS, *WHEN_MADE], ids=str)
+@pytest.mark.parametrize(("name", "value"), OF_GROUPS, ids=str)
 def test_arguments_and_new_groups(name: str, value: Any) -> None:
     first, second = random_params(SHAPES)
     with refusal(name):
@@ -168,47 +165,28 @@ def test_no_option_takes_anything(name: str) -> None:
 
 CONTRADICTIONS: list[tuple[Options, str]] = [
     ({"schedule": "lagged", "max_grad_norm": 1.0}, 'schedule="lagged" with max_grad_norm=1.0.*Use schedule="exact"'),
-    ({"decay": "decoupled", "adam_w_mode": False}, "Use one of the two"),
     ({"adam_w_mode": False, "schedule": "lagged"}, "uses no schedule"),
-    ({"decay": "l2", "corrected_decay": True}, "corrected_decay=True with decay='l2'.*Use decay="),
-    ({"decay": "l2", "cautious_decay": True}, "cautious_decay=True with decay='l2'.*Use decay="),
+    ({"decay": "l2", "corrected_decay": True}, "corrected_decay=True with decay='l2'.*Leave it out"),
+    ({"decay": "l2", "cautious_decay": True}, "cautious_decay=True with decay='l2'.*Leave it out"),
     ({"decay": "independent", "corrected_decay": True}, "corrected_decay=True with decay='independent'"),
-    ({"decay": "independent", "weight_decay": 1.0}, r"wanted .* \[0, 1\)"),
-    ({"decay": "independent", "adamw_weight_decay": 0.1}, "Use weight_decay"),
+    ({"decay": "independent", "weight_decay": 0.1}, r"wanted .* \[0, 0\.05\].*AdamW's value times its lr"),
+    ({"decay": "independent", "adamw_weight_decay": 0.1}, "with decay='independent'.*use another decay"),
     ({"decay": "decoupled", "adamw_weight_decay": 0.1}, "with decay='decoupled'"),
-    ({"calibration_steps": 3}, "calibration_steps=3 without adamw_weight_decay"),
-    ({"calibration_steps": 0, "adamw_weight_decay": 0.1}, "calibration_steps=0, wanted a whole number > 0"),
     ({"weight_decay": 0.0, "adamw_weight_decay": 0.1}, "all parameter groups have weight_decay=0"),
-    ({"dtype": torch.float32, "master_weights": True}, "wider ones are their own masters"),
     ({"master_weights": True, "stochastic_rounding": True}, "Use one of the two"),
-    ({"dtype": torch.float16, "stochastic_rounding": True}, "wanted some of torch.bfloat16"),
-    ({"seed": 3}, "without stochastic_rounding"),
-    ({"ema_warmup": True}, "ema_warmup=True without ema_decay"),
-    ({"outlier_sigma": 3.0}, "outlier_sigma=3.0 without outliers, wanted both"),
     ({"schedule": "lagged", "outliers": "skip"}, 'schedule="lagged" with outliers=\'skip\'.*Use schedule="exact"'),
-    ({"total_numel": 1}, "total_numel=1, but this rank alone has 50 elements"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=str)
 def test_contradictions(options: Options, message: str) -> None:
-    dtype = options.get("dtype", torch.bfloat16)
     with pytest.raises(ValueError, match=message):
-        FusedAdamS(random_params(SHAPES, dtype), **{name: options[name] for name in options if name != "dtype"})
-
-
-@pytest.mark.parametrize("group", [{"adamw_weight_decay": 0.2}, {"adamw_weight_decay": 0.2, "weight_decay": 0.0}])
-def test_groups_that_are_to_be_calibrated_and_not_to_decay(group: Options) -> None:
-    defaults = {} if "weight_decay" in group else {"weight_decay": 0.0}
-    with pytest.raises(ValueError, match=r"adamw_weight_decay=0\.2, but .* weight_decay=0"):
-        FusedAdamS([{**group, "params": random_params(SHAPES)}], **defaults)
+        FusedAdamS(random_params(SHAPES, torch.bfloat16), **options)
 
 
 def test_unknown_arguments() -> None:
     for name, advice in (
         ("weigth_decay", " Did you mean weight_decay?"),
-        ("wd", " Did you mean weight_decay?"),
-        ("adamw_wd", " Did you mean adamw_weight_decay?"),
         ("temperature", ""),
     ):
         with pytest.raises(TypeError) as error:
@@ -290,8 +268,7 @@ def one() -> torch.nn.Parameter:
         (lambda: [one() * 2], ValueError, "non-leaf"),
         (lambda: [("weight", one()), one()], ValueError, "names"),
         (lambda: [{"params": one()}, {"params": [("b", one())]}], ValueError, "names"),
-        (list, ValueError, r"got no parameters.*Pass model.parameters"),
-        (lambda: iter(()), ValueError, "a generator that was used before is empty"),
+        (list, ValueError, "empty parameter list"),
     ],
 )
 def test_parameters(params: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -323,23 +300,6 @@ def test_a_backend_that_does_not_serve() -> None:
     with pytest.raises(RuntimeError, match=message):
         optimizer.backend = "cpu"
     assert optimizer.backend == "auto"
-
-
-def test_padding_may_make_a_buffer_longer_than_the_model() -> None:
-    FusedAdamS(random_params([(128,)]), total_numel=100)
-
-
-@pytest.mark.parametrize(
-    ("options", "weight_decay", "message"),
-    [
-        ({}, -0.1, r"match_adamw.*wanted a finite number >= 0, as AdamW takes it"),
-        ({"weight_decay": 0.0}, 0.1, r"weight_decay=0\.1, but all parameter groups have weight_decay=0"),
-        ({"decay": "decoupled"}, 0.1, "Set weight_decay instead"),
-    ],
-)
-def test_match_adamw(options: Options, weight_decay: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FusedAdamS(random_params(SHAPES), **options).match_adamw(weight_decay)
 
 
 # --- State dicts
@@ -382,9 +342,9 @@ def quantized(moment: Tensor) -> Tensor:
 # Where a step would find it, the good state would be gone already.
 BAD_STEPS: list[Any] = [*(nan, inf, -3, 1.5, 1e300, "3", 10**400, True, [3])]
 BAD_STEPS += map(torch.tensor, (nan, -1.0, 1.5, [1.0, 2.0], 1 + 1j))
-BAD_STEPS += [torch.tensor(1e300, dtype=torch.float64), torch.tensor(3.0, device="meta")]
+BAD_STEPS += [torch.tensor(1e300, dtype=torch.float64)]
 OTHER_MOMENTS: list[Callable[[Tensor], Tensor]] = [
-    *(methodcaller("to", kind) for kind in (torch.complex64, torch.float8_e4m3fn, torch.int32, "meta")),
+    *(methodcaller("to", kind) for kind in (torch.complex64, torch.float8_e4m3fn, torch.int32)),
     *(quantized, Tensor.to_sparse, Tensor.to_sparse_csr),
 ]
 CODED = {"state_dtype": "8bit"}
@@ -392,55 +352,43 @@ MASTERS = {"master_weights": True}
 DAMAGE: list[tuple[Options, Callable[[Any], Any], str]] = [
     ({}, of_other_groups, r"groups of \[1, 1\] parameters.* groups of \[2\].*saved with"),
     ({}, of_sgd, "has momentum_buffer, but no step, exp_avg, exp_avg_sq"),
-    ({}, lambda right: {"optimizer": right, "epoch": 3}, "with optimizer, epoch, but without state, param_groups"),
-    ({}, lambda right: [right], "load_state_dict got a list"),
-    ({}, change("top", "param_groups"), "with state, but without param_groups"),
-    ({}, change("top", "param_groups", {"lr": 0.1}), "param_groups that are not a list of dicts"),
-    ({}, change("group", "params"), 'dicts with a key "params"'),
-    ({}, change("top", "state", lambda _: []), "got a list as state"),
-    ({}, change("state", 1, 3), "state of parameter 1 is a int"),
-    ({}, change("second", "exp_avg", 3), "exp_avg of parameter 1 is a"),
-    ({}, change("second", "exp_avg", torch.ones(8)), r"exp_avg of parameter 1 has shape \(8,\), the parameter has"),
+    ({}, lambda right: {"optimizer": right, "epoch": 3}, "got optimizer, epoch, wanted a dict"),
+    ({}, lambda right: [right], "load_state_dict got list, wanted"),
+    ({}, change("top", "param_groups"), "got state, wanted"),
+    ({}, change("top", "param_groups", {"lr": 0.1}), "wanted .* a list of dicts as param_groups"),
+    ({}, change("top", "state", lambda _: []), "wanted .* a dict as state"),
+    ({}, change("state", 1, 3), "state of parameter 1 .* it is a int"),
+    ({}, change("second", "exp_avg", 3), "parameter 1 .* exp_avg is a int, wanted a dense tensor"),
+    ({}, change("second", "exp_avg", torch.ones(8)), r"shape \(8,\), wanted .*and shape \(4, 20\)"),
     *(({}, change("second", key), f"but no {key}") for key in ("step", "exp_avg", "exp_avg_sq")),
     *(({}, change("group", key, value), key) for key, value in (("betas", (nan, 0.9)), ("bias_correction", 0.5))),
     ({}, change("group", "calibration_steps", -1), "calibration_steps"),
     ({}, lambda right: change("group", "weigth_decay", 0.1)(with_key(right, "weigth_decay")), "weigth_decay"),
     ({}, lambda right: change("group", "seed", 1)(with_key(right, "seed")), "seed"),
-    *(({}, change("second", "step", lambda _, n=n: n), "step of parameter 1 is") for n in (*BAD_STEPS, None)),
+    *(({}, change("second", "step", lambda _, n=n: n), "parameter 1 .* step is") for n in (*BAD_STEPS, None)),
     *(
         (
             {},
             change("second", key, lambda moment, other=other: other(moment.cpu())),
-            f"{key} of parameter 1 is a tensor of .*, wanted a dense one",
+            f"parameter 1 .* {key} is a .* tensor of .*, wanted a dense tensor",
         )
         for key in ("exp_avg", "exp_avg_sq")
         for other in OTHER_MOMENTS
     ),
-    ({}, change("second", "exp_avg_sq", Tensor.neg), "exp_avg_sq of parameter 1 has negative values"),
-    ({}, change("second", "max_exp_avg_sq", lambda _: -torch.ones(4, 20)), "max_exp_avg_sq .* negative values"),
     *(({}, change("group", "lr", lambda _, lr=lr: torch.tensor(lr)), "lr=tensor") for lr in (nan, inf, -1.0)),
     *(({}, change("group", "decay", lambda _, kind=kind: kind), "decay=.*wanted one of") for kind in ("weird", [1])),
-    *(({}, change("group", "params", lambda _, n=n: n), "params=.*wanted a list") for n in (None, 3, [0, [1]])),
+    *(({}, change("group", "params", lambda _, n=n: n), "params=.*wanted a list") for n in (None, 3)),
     (CODED, change("second", "exp_avg_scales"), "has .*, but no exp_avg_scales"),
     (CODED, change("second", "exp_avg_sq_root_codes"), "but no exp_avg_sq_root_codes"),
-    (
-        CODED,
-        change("second", "exp_avg_sq_root_codes", Tensor.float),
-        "is a tensor of torch.float32 .*, wanted a dense one .*of torch.uint8",
-    ),
-    (CODED, change("second", "exp_avg_codes", lambda codes: codes[:3]), r"has shape \(3, 20\), the parameter has"),
+    (CODED, change("second", "exp_avg_sq_root_codes", Tensor.float), "of torch.float32 .*, wanted .* of torch.uint8"),
+    (CODED, change("second", "exp_avg_codes", lambda codes: codes[:3]), r"\(3, 20\), wanted .* shape \(4, 20\)"),
     (
         CODED,
         change("second", "exp_avg_scales", lambda scales: scales.repeat(1, 2)),
-        r"has shape \(4, 2\), the parameter has \(4, 20\), wanted \(4, 1\)",
+        r"shape \(4, 2\), wanted .* shape \(4, 1\)",
     ),
-    (CODED, change("second", "exp_avg_scales", Tensor.neg), "negative"),
-    (CODED, change("second", "exp_avg_scales", 3), "is a int, wanted a tensor"),
-    (
-        MASTERS,
-        change("second", "master_remainder", Tensor.float),
-        "is a tensor of torch.float32 .*, wanted a dense one .*of torch.int16",
-    ),
+    (CODED, change("second", "exp_avg_scales", 3), "is a int, wanted a dense tensor"),
+    (MASTERS, change("second", "master_remainder", Tensor.float), "of torch.float32 .*, wanted .* of torch.int16"),
 ]
 
 
@@ -508,8 +456,6 @@ def test_a_given_sum(options: Options, given: Options, message: str, by_provider
 def test_a_provider_that_is_none_or_gives_something_else() -> None:
     params = random_params(SHAPES)
     optimizer = FusedAdamS(params)
-    with pytest.raises(ValueError, match=r"grad_sumsq_provider=3\.0, wanted a function"):
-        optimizer.grad_sumsq_provider = 3.0  # type: ignore[assignment]
     optimizer.grad_sumsq_provider = lambda: 12.0  # type: ignore[assignment,return-value]
     with pytest.raises(ValueError, match=r"grad_sumsq_provider returned 12\.0, wanted a pair"):
         run(params, random_grads(SHAPES, 1), optimizer)

@@ -9,7 +9,7 @@ import torch
 
 from swd_fused import FusedAdamS
 from swd_fused.options import GROUP_OPTIONS, Options
-from swd_fused.state.averages import AVERAGE
+from swd_fused.state.weights import AVERAGE
 from tests.runs import random_params
 
 STEPS = 3

@@ -228,14 +228,6 @@ def trained(options: dict[str, Any], steps: int = 3, shape: tuple[int, ...] = (1
     return optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_warning_where_nothing_can_have_8_bits(dtype: torch.dtype) -> None:
-    params = random_params([(16, 300) if dtype == torch.float64 else (3, 3), (7,)], dtype)
-    with pytest.warns(UserWarning, match='state_dtype="8bit" for 2 parameters of which none can') as warned:
-        FusedAdamS(params, state_dtype="8bit")
-    assert warned[0].filename == __file__
-
-
 @pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("key", ["exp_avg_sq_root_codes", "exp_avg_sq_root_scales"])
 @pytest.mark.parametrize("schedule", ["exact", "lagged"])

@@ -162,7 +162,7 @@ def test_adamws_checkpoint_goes_on_with_a_calibration(value: float) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(adamw.state_dict())
-    assert not any("match_adamw" in str(warning.message) for warning in caught)
+    assert not any("pass it as adamw_weight_decay" in str(warning.message) for warning in caught)
     assert [str(warning.message).count("keeping adamw_weight_decay=0.2") for warning in caught] == [1] * (value != 0.2)
     assert decay_of(optimizer)[1:3] == [0.2, 7]
 

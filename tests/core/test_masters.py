@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.state import masters
+from swd_fused.state import weights
 from tests.device import DEVICE
 from tests.masters_definition import as_float32, bits_of, master_of, nearest
 from tests.runs import random_grads, random_params, run
@@ -41,21 +41,21 @@ def edge_masters() -> Tensor:
 
 def test_plain_torch_agrees_with_the_definition() -> None:
     master = edge_masters()
-    param, remainder = masters.split(master)
+    param, remainder = weights.split(master)
     assert (param.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(param.isnan(), master.isnan())
     numbers = ~master.isnan()
     assert torch.equal(param[numbers], nearest(master, torch.bfloat16)[numbers])
-    assert (bits_of(masters.joined(param, remainder))[numbers] == bits_of(master)[numbers]).all()
+    assert (bits_of(weights.joined(param, remainder))[numbers] == bits_of(master)[numbers]).all()
     every_param = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for value in (-0x8000, -1, 1, 0x7FFF):
         state = {"master_remainder": torch.full(every_param.shape, value, dtype=torch.int16)}
-        joined = masters.joined(every_param, state["master_remainder"])
+        joined = weights.joined(every_param, state["master_remainder"])
         assert torch.equal(joined.isnan(), every_param.isnan())
         numbers = ~every_param.isnan()
         assert (bits_of(joined)[numbers] == bits_of(master_of(every_param, state))[numbers]).all()
     numbers = ~master.isnan()
-    assert torch.equal(masters.remainder_of(param[numbers], master[numbers]), remainder[numbers])
+    assert torch.equal(weights.remainder_of(param[numbers], master[numbers]), remainder[numbers])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -63,7 +63,7 @@ def test_a_step_that_changes_nothing_keeps_all_bits(backend: str, transposed: bo
     """In the kernels: with a learning rate of 0 masters are joined and split again."""
     master = edge_masters()[:: 1 if backend == "cpu" else 512]
     master = master[: len(master) // 6 * 6].view(6, -1).to(DEVICE)
-    values, remainder = masters.split(master)
+    values, remainder = weights.split(master)
     if transposed:
         values, remainder = values.t().contiguous().t(), remainder.t().contiguous().t()
     param = torch.nn.Parameter(values.clone(memory_format=torch.preserve_format))

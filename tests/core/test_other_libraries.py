@@ -54,10 +54,10 @@ def test_bitsandbytes_in_8_bits() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"absmax1": None}, "exp_avg of parameter 0 is a tensor of torch.uint8.*Convert it before loading"),
-        ({"qmap2": torch.ones(16)}, "exp_avg_sq of parameter 0 is a tensor of torch.uint8"),
-        ({"state2": None}, "exp_avg_sq of parameter 0 is a NoneType, wanted a tensor"),
-        ({"state1": torch.zeros(5, dtype=torch.uint8)}, r"has shape \(5,\), the parameter has \(130, 33\)"),
+        ({"absmax1": None}, "parameter 0 .* exp_avg is a .* tensor of torch.uint8"),
+        ({"qmap2": torch.ones(16)}, "parameter 0 .* exp_avg_sq is a .* tensor of torch.uint8"),
+        ({"state2": None}, "exp_avg_sq is a NoneType, wanted a dense tensor"),
+        ({"state1": torch.zeros(5, dtype=torch.uint8)}, r"shape \(5,\), wanted .* shape \(130, 33\)"),
     ],
     ids=str,
 )

@@ -1,8 +1,11 @@
-"""Master weights in the state: float32 copies of float16 parameters, and the two bytes that bfloat16 ones lack.
+"""What a state has of weights: masters, and averages of them.
 
-These are a signed remainder of 16 bits: by how many patterns of bits the master lies above its nearest bfloat16, which
-is the parameter. So a parameter that others write to takes its master along. Halfway between two parameters the upper
-one in magnitude is taken: csrc/masters.h says why.
+Masters are float32 copies of float16 parameters, and the two bytes that bfloat16 ones lack. These are a signed
+remainder of 16 bits: by how many patterns of bits the master lies above its nearest bfloat16, which is the parameter.
+So a parameter that others write to takes its master along. Halfway between two parameters the upper one in magnitude
+is taken: csrc/masters.h says why.
+
+Averages are exponential ones, in at least float32, of the master where there is one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,12 @@ from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:
     from swd_fused.core.backend import Backend
+
+AVERAGE = "ema_param"
+
+# An entry of the optimizer's state as long as weights and averages are exchanged. By it no snapshot holds, so that a
+# step comes to where it is refused, and steps at other times need not ask.
+EXCHANGED = "averaged_params"
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
@@ -50,9 +59,6 @@ def remainder_of(param: Tensor, master: Tensor) -> Tensor:
     return difference.clamp(-0x8000, 0x7FFF).masked_fill(~rounds_to_param, 0).to(torch.int16)
 
 
-# --- In the state
-
-
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns a parameter's master as a float32 tensor, itself if it has none. A DTensor's is a DTensor."""
     if REMAINDER in state:
@@ -79,58 +85,43 @@ def convert_master(state: dict[str, Any], param: Tensor, options: Options, backe
         state.pop(key, None)
 
 
-# --- Masters that are loaded without `master_weights=True`
-
-
-def adoptable_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -> list[tuple[Tensor, Tensor]]:
-    """Returns the parameters that can hold their saved masters, each with its master.
-
-    Warns, once, of masters that are dropped. Refuses remainders of parameters that are not, and were not, bfloat16.
-    """
-    adopted: list[tuple[Tensor, Tensor]] = []
+def warn_of_dropped_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -> None:
+    """Warns, once, of saved masters that say more than parameters do, where the optimizer keeps none."""
     dropped: Counter[torch.dtype] = Counter()
     for param, state in saved.items():
-        key = next((key for key in (MASTER, REMAINDER) if key in state), None)
-        if key is None:
-            continue
-        local = local_tensor(param).detach()
-        if key == REMAINDER and not _is_bfloat16(local):
-            raise ValueError(
-                f"The state dict has {REMAINDER} for a parameter of shape {tuple(param.shape)}, {param.dtype}, wanted "
-                "one of torch.bfloat16, or one that has such values: the remainder is what its master has beyond "
-                "them. Load the model's state first, or save optimizer.master_param(param) in place of the parameter."
-            )
-        if options.master_key(param.dtype) is not None:
-            continue
-        master = redistributed_like(param, state[key]).to(param.device)
-        if key == REMAINDER:
-            master = joined(local.to(torch.bfloat16), master)
-        if _is_rounded_copy(local, master):
-            adopted.append((local, master))
-        elif not _is_equal(local, master):
+        own = options.master_key(param.dtype)
+        if REMAINDER in state and own != REMAINDER:
             dropped[param.dtype] += 1
+        elif MASTER in state and own is None:
+            master = redistributed_like(param, state[MASTER]).to(param.device, torch.float64)
+            if not torch.equal(local_tensor(param).detach().to(torch.float64), master):
+                dropped[param.dtype] += 1
     if dropped:
         counts = ", ".join(f"{count} of {dtype}" for dtype, count in dropped.items())
         warn_user(
-            f"The state dict has float32 master weights for parameters that do not hold their values ({counts}): they "
-            "are dropped. To keep the masters of 16-bit parameters build the optimizer with master_weights=True; to go "
-            "on in float32 load the model's state before the optimizer's.",
+            f"The state dict has master weights that parameters ({counts}) do not hold: they are dropped. To keep the "
+            "masters of 16-bit parameters build the optimizer with master_weights=True. To go on in float32 save "
+            "optimizer.master_param(param) of each as the model's parameters."
         )
-    return adopted
 
 
-def _is_bfloat16(param: Tensor) -> bool:
-    return param.dtype == torch.bfloat16 or torch.equal(param.to(torch.bfloat16).to(param.dtype), param)
+# --- Averages
 
 
-def _is_rounded_copy(param: Tensor, master: Tensor) -> bool:
-    """Returns whether a float32 or float64 parameter has a master's values in 16 bits, as in a converted model."""
-    if param.dtype not in (torch.float32, torch.float64):
-        return False
-    copies = split(master.to(torch.float32))[0], *(master.to(dtype) for dtype in (torch.bfloat16, torch.float16))
-    return any(torch.equal(param, copy.to(param.dtype)) for copy in copies)
+def convert_average(state: dict[str, Any], param: Tensor, ema_decay: float | None, backend: Backend) -> None:
+    """Makes the average that a step needs, which starts as the weight, or widens one that was saved in 16 bits."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    if AVERAGE in state:
+        state[AVERAGE] = state[AVERAGE].to(dtype)
+    elif ema_decay is not None:
+        average = backend.new_moment(local_tensor(param), dtype, param.device)
+        state[AVERAGE] = sharded_like(param, average.copy_(local_tensor(master_of(param, state))))
 
 
-def _is_equal(param: Tensor, master: Tensor) -> bool:
-    wide = torch.promote_types(param.dtype, master.dtype)
-    return torch.equal(param.to(wide), master.to(wide))
+def refuse_exchanged(state: Mapping[Any, Any], asked: str) -> None:
+    """Raises within `averaged_params()`, where the state has weights in place of averages."""
+    if EXCHANGED in state:
+        raise RuntimeError(
+            f"FusedAdamS got {asked} within averaged_params(), where parameters are averages and the state has the "
+            "weights, wanted it outside. Leave the `with` block first."
+        )
