@@ -22,7 +22,6 @@ from swd_fused.decay import calibration
 from swd_fused.decay.calibration import Calibration
 from swd_fused.decay.kinds import Decay
 from swd_fused.decay.warning import DecayWarning
-from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
@@ -280,10 +279,6 @@ class FusedAdamS(Optimizer):
         """Sets `process_group` afterwards, for wrappers that make it."""
         self._stepper.sharded_over = ShardedOver.checked(sharded_over)
         self._stepper.forget()
-
-    def collective(self) -> Collective:
-        """Returns the all-reduces over the ranks that share this optimizer's parameters."""
-        return self._stepper.collective(self.param_groups)
 
     def step_with(self, grads: dict[int, Tensor]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""

@@ -20,6 +20,7 @@ from swd_fused.core.values import PARAMS, Groups
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, on_device, to_device
 from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.refusals import refuse_scaler
 from swd_fused.distributed.sharding import Sharding, is_distributed
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Step:
                 return True
             if snapshot.may_have_unknown_shards and not self.source.is_given and stepper.options.uses_sums:
                 snapshot.refuse_unknown_shards()
+            if self.gate.found_inf is not None and not snapshot.ranks.is_local:
+                refuse_scaler(params, snapshot.ranks)
             if snapshot.gpus and graphs.is_capturing_on(snapshot.gpus):
                 snapshot = self._for_capture(snapshot)
             snapshot.begin(self._values)
@@ -135,9 +138,8 @@ class Step:
             self._grad_sq = sums.grad_sq
             self.grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
             self.mean = sums.mean(self.grad_factor, self._stepper.options.total_numel)
-            if gate.may_skip:  # all ranks skip where any has found an infinity, on meshes unknown to GradScaler too
-                found = gate.found(ranks.device)
-                self.skip = gate.skip(found if gate.found_inf is None else ranks.largest(found), sums.grad_sq)
+            if gate.may_skip:
+                self.skip = gate.skip(gate.found(ranks.device), sums.grad_sq)
         for bucket in self.buckets:
             if not bucket.has_some_grads:
                 continue

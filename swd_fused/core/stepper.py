@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swd_fused.core.ranks import collective_of
 from swd_fused.core.schedule import Gate, StepScalars
 from swd_fused.core.snapshot import Choose, Inputs, Snapshot, State
 from swd_fused.core.sources import FromCaller, FromCallerInParts, PassOne, Source, StepBefore, StepCall
@@ -17,7 +16,6 @@ from swd_fused.core.step import Step
 from swd_fused.core.values import Decay, Groups, GroupValues
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import from_host, to_device
-from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.observer import Observer
 from swd_fused.options import Options
@@ -145,10 +143,6 @@ class Stepper:
         self._kept = [snapshot, *others][:SNAPSHOTS_KEPT]
         self.latest = snapshot
         return snapshot
-
-    def collective(self, groups: Groups) -> Collective:
-        """Returns the all-reduces over the ranks that share these groups' parameters."""
-        return collective_of([(param, group) for group in groups for param in group["params"]], self.sharded_over)
 
     # --- What a step leaves
 
