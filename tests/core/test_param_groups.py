@@ -137,9 +137,7 @@ def test_frozen_parameters() -> None:
     model.experts.requires_grad_(False)
     assert not [name for group in names(param_groups(model)).values() for name in group if "experts" in name]
     model.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"without parameters that require gradients.*Freeze parameters after"
-    ):
+    with pytest.raises(ValueError, match=r"without parameters that require gradients.*Freeze parameters after"):
         param_groups(model)
     model.linear.weight.requires_grad_(True)
     assert names(param_groups(model)) == {"decay": ["linear.weight"]}
