@@ -40,7 +40,7 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
         )
     refuse_exchanged(optimizer.state, "averaged_params()")
     release = optimizer._gradient_release
-    if torch._C._current_graph_task_id() != -1 or (release is not None and release.is_begun):
+    if torch._C._current_graph_task_id() != -1 or (release is not None and release.begun is not None):
         raise RuntimeError(
             f"{asked} in the middle of a step or within a backward pass, wanted it between steps. Call it after "
             "optimizer.step()."

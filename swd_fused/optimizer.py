@@ -19,10 +19,9 @@ from swd_fused.core.step import Seams, Stepper, take
 from swd_fused.decay.calibration import Calibration
 from swd_fused.decay.kinds import Decay
 from swd_fused.decay.warning import DecayWarning
-from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
-from swd_fused.drivers.release import GradientRelease, refuse_closure, refuse_step_in_backward
+from swd_fused.drivers.release import GradientRelease, refuse_step_in_backward
 from swd_fused.metrics import ClippedSteps
 from swd_fused.new_groups import check_all, checked_defaults, new_group
 from swd_fused.observer import Observer
@@ -214,8 +213,6 @@ class FusedAdamS(Optimizer):
         if release is not None and release.has_ended:
             self._gradient_release = release = None
         if closure is not None:
-            if release is not None:
-                refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         provider = self.grad_sumsq_provider
@@ -275,15 +272,9 @@ class FusedAdamS(Optimizer):
         self._stepper.sharded_over = ShardedOver.checked(sharded_over)
         self._stepper.forget()
 
-    def collective(self) -> Collective:
-        """Returns the all-reduces over the ranks that share this optimizer's parameters."""
-        return self._stepper.collective(self.param_groups)
-
-    def step_with(self, grads: dict[int, Tensor]) -> None:
+    def step_with(self, grads: list[Tensor | None]) -> None:
         """Takes a step with these gradients. Called by the custom operator when a compiled graph runs."""
-        params = self.numbered_params()
-        in_order = [grads.get(i) for i in range(len(params))]
-        take(self._stepper, self.param_groups, self.state, in_order, self._step_call())
+        take(self._stepper, self.param_groups, self.state, grads, self._step_call())
 
     def _step_call(self, grad_sumsq: float | Tensor | None = None, numel: int | None = None) -> StepCall:
         return StepCall(grad_sumsq, numel, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -345,7 +336,7 @@ class FusedAdamS(Optimizer):
         # Accelerate loads the state of a new optimizer into itself: training still begins there.
         self._stepper.restart(last, (self.defaults, *self.param_groups), is_fresh=not self.state)
         if self._gradient_release is not None:
-            self._gradient_release.forget()
+            self._gradient_release.begun = None
             self._gradient_release.watch(self.param_groups, self.state)
 
     def master_param(self, param: Tensor) -> Tensor:

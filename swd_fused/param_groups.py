@@ -30,8 +30,6 @@ def param_groups(
     decay_embeddings: bool = False,
     no_decay: Iterable[str] = (),
     corrected_decay: bool = False,
-    not_corrected: Iterable[str] = (),
-    include_frozen: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for FusedAdamS, or any torch optimizer, in which only matrices decay.
 
@@ -39,7 +37,7 @@ def param_groups(
     `no_weight_decay()`, as timm's models do, are in a group with `weight_decay=0`. The groups are called "decay" and
     "no_decay", have the parameters' names, and are left out if they are empty. A parameter that several modules share
     is listed once, and does not decay if it must not in one of them: with `decay_embeddings=False` that is the head of
-    a language model which shares its weights with the embedding.
+    a language model which shares its weights with the embedding. Frozen parameters are left out.
 
     The model may be sharded by DTensors (`fully_shard`, tensor parallelism) or on the meta device: only names, classes
     and global shapes count. Call it after whatever replaces parameters, as `fully_shard` and `to_empty` do.
@@ -55,8 +53,6 @@ def param_groups(
             takes from "decay" all matrices but those of the output layer and embeddings, which no norm follows. The
             output layer is what the model returns from `get_output_embeddings()` or `get_classifier()`, as those of
             transformers and timm do, or else a layer that shares an embedding's weights, or else its last matrix.
-        not_corrected: names of further matrices that no norm follows, as in `no_decay`.
-        include_frozen: whether to list parameters that do not require gradients, to be unfrozen later.
 
     Example:
         >>> optimizer = FusedAdamS(param_groups(model, weight_decay=1e-3), lr=3e-4)
@@ -66,43 +62,39 @@ def param_groups(
             f"param_groups got a {type(model).__name__}, wanted a torch.nn.Module: names and classes of modules tell "
             "what decays. Pass the model itself, not its parameters."
         )
-    if not_corrected and not corrected_decay:
-        raise ValueError(
-            f"param_groups got not_corrected={not_corrected!r} without corrected_decay=True, which it is an exception "
-            "from. Pass both, or neither."
-        )
-    exempted, excepted = Patterns("no_decay", no_decay), Patterns("not_corrected", not_corrected)
+    patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    unmatched, by_modules = dict.fromkeys(patterns), _no_decay_by_modules(model)
     params: dict[Tensor, str] = {}
-    exempt, without_norm, embeddings, others = (set[Tensor]() for _ in range(4))
-    by_modules = _no_decay_by_modules(model)
+    exempt, embeddings, others = (set[Tensor]() for _ in range(3))
     for name, param, module in _owned_params(model):
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
             raise ValueError(
                 f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer "
                 "known. Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
             )
-        is_listed, is_excepted = exempted.match(name), excepted.match(name)
-        if param.requires_grad or include_frozen:
+        listed = [pattern for pattern in (*patterns, *by_modules) if fnmatchcase(name, pattern)]
+        for pattern in listed:
+            unmatched.pop(pattern, None)
+        if param.requires_grad:
             params.setdefault(param, name)
-            is_listed |= any(fnmatchcase(name, pattern) for pattern in by_modules)
             is_embedding = _is_embedding(name, module)
             (embeddings if is_embedding else others).add(param)
-            if is_listed or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
+            if listed or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
                 exempt.add(param)
-            if is_excepted:
-                without_norm.add(param)
-    for patterns in (exempted, excepted):
-        patterns.check(model, params.values())
+    if unmatched:
+        raise ValueError(
+            f"param_groups got no_decay={list(unmatched)}, which no parameter of {type(model).__name__} is called. "
+            f"Names are those of model.named_parameters(), such as {next(iter(params.values()), 'none at all')!r}."
+        )
     if not params:
         raise ValueError(
             f"param_groups got a {type(model).__name__} without parameters that require gradients, wanted at least "
-            "one. Unfreeze some, or pass include_frozen=True."
+            "one. Freeze parameters after this call, and train some."
         )
     decaying = [param for param in params if param not in exempt]
+    without_norm = set(decaying)
     if corrected_decay:
-        without_norm |= embeddings | (_output_layer(model) or embeddings & others or set(decaying[-1:]))
-    else:
-        without_norm |= set(decaying)
+        without_norm = embeddings | (_output_layer(model) or embeddings & others or set(decaying[-1:]))
     own = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
         {"params": [], "name": "corrected_decay", **own, "corrected_decay": True},
@@ -112,29 +104,6 @@ def param_groups(
     for param, name in params.items():
         groups[2 if param in exempt else int(param in without_norm)]["params"].append((name, param))
     return [group for group in groups if group["params"]]
-
-
-class Patterns:
-    """Names that were asked for, some of which stand for several parameters."""
-
-    def __init__(self, argument: str, patterns: Iterable[str]) -> None:
-        self._argument = argument
-        self._matched = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, False)
-
-    def match(self, name: str) -> bool:
-        matching = [pattern for pattern in self._matched if fnmatchcase(name, pattern)]
-        self._matched.update(dict.fromkeys(matching, True))
-        return bool(matching)
-
-    def check(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Refuses names that no parameter has."""
-        unmatched = [pattern for pattern, matched in self._matched.items() if not matched]
-        if unmatched:
-            raise ValueError(
-                f"param_groups got {self._argument}={unmatched}, which no parameter of {type(model).__name__} is "
-                "called. Names are those of model.named_parameters(), such as "
-                f"{next(iter(names), 'none at all')!r}."
-            )
 
 
 def _output_layer(model: nn.Module) -> set[Tensor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.interrupts import DeferredInterrupts
-from swd_fused.core.ranks import collective_of
 from swd_fused.core.schedule import Gate, StepScalars
 from swd_fused.core.snapshot import Choose, Inputs, Snapshot, State
 from swd_fused.core.sources import FromCaller, FromCallerInParts, PassOne, Source, StepBefore, StepCall
@@ -24,6 +23,7 @@ from swd_fused.core.values import PARAMS, Decay, Groups, GroupValues
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, from_host, on_device, to_device
 from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.refusals import refuse_scaler
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed
 from swd_fused.observer import Observer
 from swd_fused.options import Options
@@ -154,10 +154,6 @@ class Stepper:
         self.latest = snapshot
         return snapshot
 
-    def collective(self, groups: Groups) -> Collective:
-        """Returns the all-reduces over the ranks that share these groups' parameters."""
-        return collective_of([(param, group) for group in groups for param in group["params"]], self.sharded_over)
-
     # --- What a step leaves
 
     def count_skipped(self, skip: Tensor) -> None:
@@ -256,6 +252,8 @@ class Step:
                 return True
             if snapshot.may_have_unknown_shards and not self.source.is_given and stepper.options.uses_sums:
                 snapshot.refuse_unknown_shards()
+            if self.gate.found_inf is not None and not snapshot.ranks.is_local:
+                refuse_scaler(params, snapshot.ranks)
             if snapshot.gpus and graphs.is_capturing_on(snapshot.gpus):
                 snapshot = self._for_capture(snapshot)
             snapshot.begin(self.values)
@@ -298,9 +296,8 @@ class Step:
             self._grad_sq = sums.grad_sq
             self.grad_factor = gate.grad_factor(sums.grad_sq, ranks.device)
             self.mean = sums.mean(self.grad_factor, self._stepper.options.total_numel)
-            if gate.may_skip:  # all ranks skip where any has found an infinity, on meshes unknown to GradScaler too
-                found = gate.found(ranks.device)
-                self.skip = gate.skip(found if gate.found_inf is None else ranks.largest(found), sums.grad_sq)
+            if gate.may_skip:
+                self.skip = gate.skip(gate.found(ranks.device), sums.grad_sq)
         for bucket in self.buckets:
             if not bucket.has_some_grads:
                 continue

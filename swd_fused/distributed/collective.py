@@ -31,6 +31,7 @@ class Collective:
         )
         self._places = {group: device_for(group, device) for group in self._groups}
         self.is_local = not self._groups  # whether there is nothing to be told to others
+        self.sums_over_given_groups = not given.isdisjoint(self._groups)
 
     def start(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Reduction:
         """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
@@ -55,14 +56,6 @@ class Collective:
             dist.all_reduce(there, group=group)
             rows[shared] = there.to(rows.device)
         return rows
-
-    def largest(self, value: Tensor) -> Tensor:
-        """Returns the largest of all ranks' values. Where shardings differ, one group's result goes on to the next."""
-        for group, place in self._places.items():
-            there = value.to(place, copy=True)
-            dist.all_reduce(there, dist.ReduceOp.MAX, group)
-            value = there.to(value.device)
-        return value
 
 
 class Reduction:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from swd_fused.distributed.sharding import is_distributed
+from swd_fused.distributed.collective import Collective
+from swd_fused.distributed.sharding import is_distributed, is_dtensor
 
-# By module of the class whose method calls `step`, and what to do there.
 SUM_OVER = "pass process_group=, the group over which it shards"
+# What to do, by the module or package that calls `step`.
 CALLERS = {
-    "torch.distributed.optim.zero_redundancy_optimizer": f"{SUM_OVER}, by "
-    "functools.partial(FusedAdamS, process_group=...), since it keeps an argument of that name to itself",
+    "torch.distributed.optim.zero_redundancy_optimizer": f"{SUM_OVER}, by functools.partial(FusedAdamS, "
+    "process_group=...), since it keeps an argument of that name to itself",
     "fairscale.optim.oss": SUM_OVER,
     "megatron.core.optimizer.distrib_optimizer": f"{SUM_OVER}, and total_numel=, since it pads",
-    "deepspeed.runtime.zero": "call swd_fused.distributed.deepspeed.follow(engine) after "
-    "deepspeed.initialize, which tells the optimizer the gradients' norm",
+    "deepspeed.runtime.zero": "call swd_fused.distributed.deepspeed.follow(engine) after deepspeed.initialize",
 }
+# Who shards, and what to do, by the mark on a parameter.
 MARKS = {
     "_fsdp_flattened": ("FullyShardedDataParallel", f"{SUM_OVER}, and total_numel= unless use_orig_params=True"),
     "tensor_model_parallel": ("Megatron's tensor parallelism", SUM_OVER),
 }
-FRAMES = 20
 # Modules that make one optimizer for each tensor.
 PER_TENSOR = ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload")
+FRAMES = 20  # in which callers are looked for
 
 
 def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
@@ -38,32 +39,25 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
     """
     if not is_distributed() or dist.get_world_size() == 1:
         return
-    found = _mark(params)
-    for frame in _callers() if found is None else ():
-        owner = type(frame.f_locals.get("self"))
-        advices = [advice for module, advice in CALLERS.items() if str(owner.__module__).startswith(module)]
-        if advices:
-            found = owner.__name__, advices[0]
-            break
-    if found is not None:
-        who, advice = found
+    caller = _caller(CALLERS)
+    who, advice = _mark(params) or (caller, CALLERS.get(caller or ""))
+    if advice is not None:
         raise RuntimeError(
             f"FusedAdamS got plain tensors from {who}, which are shards: {needed} would be that of this rank's, and "
-            f"wrong. To have it over the whole model, {advice}. Where nothing is sharded after all pass a "
-            "process_group of this rank alone."
+            f"wrong. To have it over the whole model, {advice}. Where nothing is sharded pass a process_group of this "
+            "rank alone."
         )
 
 
 def refuse_tensor_alone(needed: str) -> None:
     """Raises in the constructor if a wrapper calls it for each tensor, whose tensors are ordinary ones."""
-    # Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
-    caller = next((name for frame in _callers() if (name := frame.f_globals.get("__name__")) in PER_TENSOR), None)
+    caller = _caller(PER_TENSOR)
     if caller is not None:
         raise ValueError(
             f"FusedAdamS was made by {caller}, whose CPUOffloadOptimizer makes one optimizer for each tensor: {needed} "
             "would be that of a tensor, and wrong. To keep state in host memory use FSDP2's fully_shard(model, "
             'offload_policy=CPUOffloadPolicy()), on one process too; or decay="decoupled" without max_grad_norm and '
-            "skip_nonfinite, which depends on nothing but the tensor."
+            "skip_nonfinite."
         )
 
 
@@ -87,17 +81,18 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
                 "pass a process_group of this rank alone."
             )
     here = [stage for stage, ids in stages.items() if own & ids]
-    kinds = {(stage.group, stage.num_stages) for stage in here}
-    indices = {stage.stage_index for stage in here}
-    # A pipeline of another model has the same indices on this rank.
-    others = [it for it in stages if (it.group, it.num_stages) in kinds and it.stage_index not in indices]
+    pipelines = {(stage.group, stage.num_stages) for stage in here}
+    indices = {stage.stage_index for stage in here}  # a pipeline of another model has the same ones on this rank
+    elsewhere: set[int] = set()
+    for stage, ids in stages.items():
+        if (stage.group, stage.num_stages) in pipelines and stage.stage_index not in indices:
+            elsewhere |= ids
     groups = [vars(other).get("param_groups", ()) for other in _instances(sys.modules["swd_fused"].FusedAdamS)]
-    optimized = [{id(param) for group in of_one for param in group["params"]} for of_one in groups]
-    if any(stages[stage] & ids and not own & ids for stage in others for ids in optimized):
+    if elsewhere & {id(param) for of_one in groups for group in of_one for param in group["params"]} - own:
         raise RuntimeError(
             f"FusedAdamS got parameters of stages {sorted(indices)} of a pipeline of {here[0].num_stages}, and another "
-            f"FusedAdamS on this rank those of stage {others[0].stage_index}: {needed} would be that of some stages, "
-            "and wrong. Build one FusedAdamS for all stages that a rank has."
+            f"FusedAdamS on this rank those of other stages: {needed} would be that of some stages, and wrong. Build "
+            "one FusedAdamS for all stages that a rank has."
         )
 
 
@@ -121,18 +116,35 @@ def refuse_late_reduction(params: Sequence[Tensor]) -> None:
         )
 
 
+def refuse_scaler(params: Iterable[Any], ranks: Collective) -> None:
+    """Raises if only some ranks would hear of an infinity: GradScaler looks for it on the first gradient's mesh."""
+    if ranks.sums_over_given_groups or len({param.device_mesh for param in params if is_dtensor(param)}) > 1:
+        raise RuntimeError(
+            "FusedAdamS got a step from a GradScaler with parameters on several device meshes or with a process_group, "
+            "wanted one mesh: only some ranks would lower their loss scale after an infinity. Train in bfloat16."
+        )
+
+
 def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
     marks = (found for param in params for attribute, found in MARKS.items() if getattr(param, attribute, False))
     return next(marks, None)
 
 
-def _callers() -> Iterator[FrameType]:
+def _caller(modules: Iterable[str]) -> str | None:
+    """Returns the first of these modules or packages from which this is called.
+
+    Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
+    """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
-            return
-        yield frame
+            break
+        name = frame.f_globals.get("__name__", "")
+        for module in modules:
+            if name.startswith(module):
+                return module
         frame = frame.f_back
+    return None
 
 
 def _instances(kind: type) -> list[Any]:

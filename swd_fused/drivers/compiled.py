@@ -7,25 +7,20 @@ itself looks at numbers in an optimizer's groups, and compiles for each new one.
 from __future__ import annotations
 
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from swd_fused.optimizer import FusedAdamS
 
-class Steppable(Protocol):
-    def numbered_params(self) -> list[Tensor]: ...
-
-    def step_with(self, grads: dict[int, Tensor]) -> None:
-        """Takes a step with these gradients, by the parameters' numbers."""
-
-
-_OPTIMIZERS: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
+_OPTIMIZERS: WeakValueDictionary[int, FusedAdamS] = WeakValueDictionary()
 _HANDLES = count()
 
 
-def new_handle(optimizer: Steppable) -> int:
+def new_handle(optimizer: FusedAdamS) -> int:
     """Registers an optimizer, and returns the number by which a graph, which cannot hold it, finds it."""
     handle = next(_HANDLES)
     _OPTIMIZERS[handle] = optimizer
@@ -39,10 +34,11 @@ def optimizer_step(params: list[Tensor], grads: list[Tensor], numbers: list[int]
     own = optimizer.numbered_params()
     pairs = [(own[number], given) for number, given in zip(numbers, params, strict=True)]
     copies = [(mine, given) for mine, given in pairs if mine.data_ptr() != given.data_ptr()]
+    present = dict(zip(numbers, grads, strict=True))
     with torch.no_grad():
         for mine, given in copies:
             mine.copy_(given)
-        optimizer.step_with(dict(zip(numbers, grads, strict=True)))
+        optimizer.step_with([present.get(number) for number in range(len(own))])
         for mine, given in copies:
             given.copy_(mine)
 

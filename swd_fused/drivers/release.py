@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ from swd_fused.state.moments import has_moments
 # The host goes through all tensors of the model in each update, so a thousand small layers must not be a thousand
 # updates; and these few bytes are little beside the largest layer's gradient.
 GATHERED_BYTES = 4 << 20
-
-NO_GATE = Gate()
 
 
 @dataclass
@@ -55,32 +53,25 @@ class GradientRelease:
 
     def __init__(self, stepper: Stepper, groups: Groups, state: State) -> None:
         check_can_release(stepper.options)
-        refuse_late_reduction(params_of(groups))
         self._stepper = stepper
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._hooks: dict[Tensor, GradientHook] = {}
+        self._handles: dict[Tensor, Any] = {}  # of hooks
         self._accumulating = 0
         self._knows_wrappers = False
-        self._begun: ReleasedStep | None = None
-        self._order = StreamOrder()
+        self._last_events: dict[torch.device, torch.cuda.Event] = {}  # of updates
         self._is_removed = False
+        self.begun: ReleasedStep | None = None  # by a backward pass, to be ended by `optimizer.step()`
         self.watch(groups, state)
 
     @property
     def has_ended(self) -> bool:
         """Whether `remove` was called, and no step is begun that `optimizer.step()` must end."""
-        return self._is_removed and self._begun is None
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a backward pass has begun a step that `optimizer.step()` must end."""
-        return self._begun is not None
+        return self._is_removed and self.begun is None
 
     def remove(self) -> None:
         """Ends gradient release. A step that was begun is still ended by `optimizer.step()`."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        for handle in self._handles.values():
+            handle.remove()
         self._is_removed = True
 
     @contextmanager
@@ -94,10 +85,10 @@ class GradientRelease:
 
     def check_change(self, name: str, value: object, options: Options) -> None:
         """Raises if an option cannot be set to this value now, or ever."""
-        if self._begun is not None:
+        if self.begun is not None:
             raise RuntimeError(
-                f"FusedAdamS got {name}={value!r} after a backward pass that has stepped parameters already, with "
-                f"release_gradients() on: {name} holds for whole steps. Call optimizer.step() first."
+                f"FusedAdamS got {name}={value!r} in the middle of a step, with release_gradients() on: it holds for "
+                "whole steps. Call optimizer.step() first."
             )
         check_can_release(options)
 
@@ -105,17 +96,17 @@ class GradientRelease:
         """Hooks the present parameters only: groups may have been added, and tensors replaced by wrappers."""
         self._groups, self._state = groups, state
         group_of = {param: group for group in groups for param in group["params"] if param.requires_grad}
-        for gone in self._hooks.keys() - group_of.keys():
-            self._hooks.pop(gone).remove()
-        for param in group_of.keys() - self._hooks.keys():
+        for gone in self._handles.keys() - group_of.keys():
+            self._handles.pop(gone).remove()
+        for param in group_of.keys() - self._handles.keys():
+            hooks: dict[int, object] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            for number in [number for number, hook in hooks.items() if isinstance(hook, GradientHook)]:
+                del hooks[number]  # of an optimizer that this one takes the place of
             # Alike on all ranks, so that they step together what may have to be redistributed among them.
             sharding = sharding_in(group_of[param], param, self._stepper.sharded_over)
             size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
-            self._hooks[param] = GradientHook(self, param, size)
-
-    def forget(self) -> None:
-        """Drops a step that was begun, after other state was loaded."""
-        self._begun = None
+            hook = GradientHook(weakref.ref(self), size)
+            self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
     # --- A step
 
@@ -140,53 +131,63 @@ class GradientRelease:
     def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
         """Steps what was not released, and ends the step."""
         if any(value is not None for value in call):
-            refuse_known_sums_and_scalers()
+            raise RuntimeError(
+                "FusedAdamS.step() got grad_sumsq or was called by a GradScaler, with release_gradients() on, where "
+                "both come after most gradients were stepped and freed. Leave grad_sumsq out, and train in bfloat16, "
+                "which needs no loss scaling; or train without gradient release."
+            )
         interrupts = DeferredInterrupts()  # till gradients are freed too, and outside of what sets torch's modes back
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
-                self._end_step(groups, state)
+                self._groups, self._state = groups, state
+                begun = self._begin()
+                rest = [param for param in params_of(groups) if param.grad is not None]
+                for param in rest:
+                    if param in begun.stepped:
+                        refuse_second_gradient(param)
+                begun.step.is_partial = False
+                try:
+                    self._update(begun, rest)
+                    begun.step.end()
+                    self.begun = None
+                finally:
+                    begun.step.deliver_interrupts()
+                if not self._is_removed:
+                    self.watch(groups, state)
         finally:
             interrupts.deliver()
 
-    def _end_step(self, groups: Groups, state: State) -> None:
-        self._groups, self._state = groups, state
-        begun, params = self._begin(), params_of(groups)
-        rest = [param for param in params if param.grad is not None]
-        for param in rest:
-            if param in begun.stepped:
-                refuse_second_gradient(param)
-        begun.step.is_partial = False
-        try:
-            self._update(begun, rest)
-            begun.step.end()
-            self._begun = None
-        finally:
-            begun.step.deliver_interrupts()
-        if not self._is_removed:
-            self.watch(groups, state)
-
     def _begin(self) -> ReleasedStep:
         """Returns the step that is begun, or begins one."""
-        if self._begun is None:
-            if not self._knows_wrappers:  # the model may have been wrapped in the meantime
+        if self.begun is None:
+            if not self._knows_wrappers:  # not before: the model may be wrapped after its gradients are released
                 refuse_late_reduction(params_of(self._groups))
                 self._knows_wrappers = True
-            step = Step(self._stepper, self._groups, self._state, self._stepper.source, NO_GATE)
+            step = Step(self._stepper, self._groups, self._state, self._stepper.source, Gate())
             step.is_partial = True
             has_state = any(isinstance(entry, dict) and has_moments(entry) for entry in self._state.values())
-            self._begun = ReleasedStep(step, keeps_gradients=not has_state)
-        return self._begun
+            self.begun = ReleasedStep(step, keeps_gradients=not has_state)
+        return self.begun
 
     def _update(self, begun: ReleasedStep, params: list[Tensor]) -> None:
-        """Steps these parameters and frees their gradients, unless no parameter has taken a step yet."""
+        """Steps these parameters and frees their gradients, unless no parameter has taken a step yet.
+
+        FSDP2 and autograd call hooks on streams of their own, so on GPUs each update waits for the one before.
+        """
         every, now = params_of(self._groups), set(params)
         grads = [param.grad if param in now else None for param in every]
-        self._order.begin(params)
+        for device, event in self._last_events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        for param, grad in zip(every, grads, strict=True):
+            if grad is not None and param.is_cuda:
+                # It is freed while the update is still to run, and may belong to another stream.
+                local_tensor(grad).record_stream(torch.cuda.current_stream(param.device))
         try:
             if not begun.step.update(every, grads):
                 begun.keeps_gradients = True
                 return
-            self._order.end(params)
+            for device in {param.device for param in params if param.is_cuda}:
+                self._last_events[device] = torch.cuda.current_stream(device).record_event()
             begun.stepped |= now
             for param in params:
                 param.grad = None
@@ -196,48 +197,20 @@ class GradientRelease:
                 begun.step.deliver_interrupts()
 
 
-class GradientHook:
+class GradientHook(NamedTuple):
     """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
 
-    def __init__(self, release: GradientRelease, param: Tensor, size: int) -> None:
-        hooks: dict[int, Callable[[Tensor], None]] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        for number in [number for number, hook in hooks.items() if isinstance(hook, GradientHook)]:
-            del hooks[number]  # of an optimizer that this one takes the place of
-        self._release = weakref.ref(release)
-        self._size = size
-        self._handle: Any = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+    release: weakref.ref[GradientRelease]
+    size: int  # of the gradient here, in bytes
 
     def __call__(self, param: Tensor) -> None:
-        release = self._release()
+        release = self.release()
         if release is not None:
-            release.take(param, self._size)
-
-    def remove(self) -> None:
-        self._handle.remove()
+            release.take(param, self.size)
 
 
 def params_of(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
-
-
-class StreamOrder:
-    """Keeps updates in order on GPUs, where FSDP2 and autograd call hooks on streams of their own."""
-
-    def __init__(self) -> None:
-        self._last: dict[torch.device, torch.cuda.Event] = {}
-
-    def begin(self, params: Iterable[Tensor]) -> None:
-        """Makes the current streams wait for the update before."""
-        for device, event in self._last.items():
-            torch.cuda.current_stream(device).wait_event(event)
-        for param in params:
-            if param.grad is not None and param.is_cuda:
-                # It is freed while the update is still to run, and may belong to another stream.
-                local_tensor(param.grad).record_stream(torch.cuda.current_stream(param.device))
-
-    def end(self, params: Iterable[Tensor]) -> None:
-        for device in {param.device for param in params if param.is_cuda}:
-            self._last[device] = torch.cuda.current_stream(device).record_event()
 
 
 # --- What gradient release does not go with
@@ -245,47 +218,29 @@ class StreamOrder:
 
 def check_can_release(options: Options) -> None:
     if options.needs_norm is not None:
-        raise ValueError(
-            f"release_gradients does not go with {options.needs_norm}, which needs the norm of all gradients before "
-            "the first update. Leave that out, or gradient release, which remove() of what it returned ends."
-        )
-    if not options.needs_one_pass:
-        raise ValueError(
-            'release_gradients does not go with schedule="exact", whose mean is not known before all gradients are. '
-            'Use schedule="lagged", whose mean is that of the step before; or end gradient release by remove() of what '
-            "it returned."
-        )
+        problem = f"{options.needs_norm}, which needs the norm of all gradients before the first update. Leave that out"
+    elif not options.needs_one_pass:
+        problem = 'schedule="exact", whose mean is not known before all gradients are. Use schedule="lagged"'
+    else:
+        return
+    raise ValueError(
+        f"release_gradients does not go with {problem}; or end gradient release by remove() of what it returned."
+    )
 
 
 def refuse_step_in_backward() -> NoReturn:
     """Refuses hooks that step each parameter as soon as its gradient is there: each would get its own schedule."""
     raise RuntimeError(
-        "FusedAdamS.step() was called within a backward pass, as register_post_accumulate_grad_hook does to free "
-        "gradients early. The schedule is a mean over the whole model, which is not known before all gradients are. "
+        "FusedAdamS.step() was called within a backward pass, where the mean over the whole model is not known yet. "
         'Call step() after backward(). To free gradients early use schedule="lagged" and call '
         "optimizer.release_gradients() once; step() after backward() then ends the step."
-    )
-
-
-def refuse_known_sums_and_scalers() -> NoReturn:
-    raise RuntimeError(
-        "FusedAdamS.step() got grad_sumsq or was called by a GradScaler, with release_gradients() on: both come after "
-        "most gradients were stepped and freed. Train in bfloat16, which needs no loss scaling, and leave grad_sumsq "
-        "out; or train without gradient release."
-    )
-
-
-def refuse_closure() -> NoReturn:
-    raise RuntimeError(
-        "FusedAdamS.step() got a closure with release_gradients() on, wanted none: parameters are stepped while it "
-        "runs the backward pass. Call backward() first, then step() without it."
     )
 
 
 def refuse_second_gradient(param: Tensor) -> NoReturn:
     raise RuntimeError(
         f"A parameter of shape {tuple(param.shape)} got a second gradient before optimizer.step(), but with "
-        "release_gradients() on its first gradient is used up. To accumulate gradients over several backward passes "
-        "run all but the last within optimizer.accumulate_gradients(). After a backward pass that has failed call "
-        "optimizer.zero_grad() and optimizer.step(), which ends the step for the parameters that have taken it."
+        "release_gradients() on its first gradient is used up. Run all backward passes but the last within "
+        "optimizer.accumulate_gradients(). After a backward pass that has failed call optimizer.zero_grad() and "
+        "optimizer.step(), which ends the step for the parameters that have taken it."
     )

@@ -127,7 +127,7 @@ def test_nothing_is_set_between_a_released_backward_pass_and_its_step() -> None:
         param.sum().backward()
         optimizer.step()
     param.sum().backward()
-    with pytest.raises(RuntimeError, match=r"backend .*optimizer\.step\(\) first"):
+    with pytest.raises(RuntimeError, match=r"backend=.*optimizer\.step\(\) first"):
         optimizer.backend = "torch"
     optimizer.step()
     optimizer.backend = "torch"

@@ -1,4 +1,4 @@
-"""GradScaler on shards: an infinity on one rank makes all ranks skip."""
+"""torch's GradScaler on one mesh: an infinity on some ranks makes all skip. On several meshes it is refused."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from swd_fused import FusedAdamS
-from swd_fused.distributed.grad_scaler import MeshGradScaler
 from tests.distributed.ranks import once_on_ranks
-from tests.distributed.sharded_model import loss_of, new_model
+from tests.distributed.sharded_model import loss_of, new_model, whole
 from tests.distributed.test_sharded import TP_PLAN
 
 STEPS = 4
-INFINITE = 2  # the step in which one rank has an infinity
+INFINITE = 2  # the step in which some ranks have an infinity: with HSDP both copies of a shard
 
 
 def fsdp() -> nn.Module:
     return fully_shard(new_model(torch.float32), mesh=init_device_mesh("cpu", (4,)))
 
 
-def tp_beside_plain_tensors() -> nn.Module:
-    return parallelize_module(new_model(torch.float32), init_device_mesh("cpu", (4,)), TP_PLAN)
+def hsdp() -> nn.Module:
+    return fully_shard(new_model(torch.float32), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")))
 
 
 def tp_fsdp() -> nn.Module:
@@ -36,14 +35,15 @@ def tp_fsdp() -> nn.Module:
     return fully_shard(parallelize_module(new_model(torch.float32), mesh["tp"], TP_PLAN), mesh=mesh["dp"])
 
 
-def stepped(model: nn.Module, scaler: Any) -> dict[str, Any]:
+def stepped(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Which steps were taken, and what the scale was after each."""
-    optimizer = FusedAdamS(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = FusedAdamS(model.parameters(), lr=1e-2, **options)
     taken, scales = [], []
     for t in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, 0, dtype=torch.float32)).backward()
-        if t == INFINITE and dist.get_rank() == 3:
+        if t == INFINITE and dist.get_rank() % 2 == 1:
             grad = model.up.weight.grad
             (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = torch.inf
         skipped = int(optimizer.skipped_steps)
@@ -63,19 +63,30 @@ def unscaled(model: nn.Module) -> float:
     return float(optimizer.exp_avg_sq_mean)
 
 
+def refused(model: nn.Module, **options: Any) -> str:
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError) as raised:
+        stepped(model, **options)
+    assert all(torch.equal(whole(param), whole(old)) for param, old in zip(model.parameters(), before, strict=True))
+    return str(raised.value)
+
+
 def run_cases() -> dict[str, Any]:
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=8.0)
-    answers: dict[str, Any] = {"torch's, fsdp": (stepped(fsdp(), scaler), unscaled(fsdp()))}
-    for layout in (fsdp, tp_beside_plain_tensors, tp_fsdp):
-        scaler = MeshGradScaler("cpu", init_scale=8.0)
-        answers[layout.__name__] = stepped(layout(), scaler), unscaled(layout())
-    return answers
+    answers: dict[str, Any] = {build.__name__: (stepped(build()), unscaled(build())) for build in (fsdp, hsdp)}
+    refusals = [refused(tp_fsdp()), refused(new_model(torch.float32), process_group=dist.group.WORLD)]
+    return {**answers, "refused": refusals}
 
 
-@pytest.mark.parametrize("case", ["torch's, fsdp", "fsdp", "tp_beside_plain_tensors", "tp_fsdp"])
-def test_all_ranks_skip_what_one_of_them_must(case: str) -> None:
+@pytest.mark.parametrize("case", ["fsdp", "hsdp"])
+def test_all_ranks_skip_what_some_of_them_must(case: str) -> None:
     for answers in once_on_ranks(4, run_cases):
         answer, mean = answers[case]
         assert answer["taken"] == [t != INFINITE for t in range(STEPS)]
         assert answer["scales"] == [8.0, 8.0, 4.0, 4.0]
         assert answer["mean"] == pytest.approx(mean, rel=1e-6)  # unscaled, and without a trace of the bad step
+
+
+def test_scales_that_would_drift_apart_are_refused() -> None:
+    for answers in once_on_ranks(4, run_cases):
+        assert len(answers["refused"]) == 2
+        assert all("several device meshes or with a process_group" in message for message in answers["refused"])

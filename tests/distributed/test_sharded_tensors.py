@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import swd_fused
-from swd_fused import FusedAdamS, clipping
+from swd_fused import FusedAdamS, metrics
 from swd_fused.core import sources
 from swd_fused.core import step as step_module
 from swd_fused.decay.warning import DecayWarning
@@ -272,7 +272,7 @@ def reads_by_the_host() -> dict[str, set[str]]:
             with ReadsByTheHost() as reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sources, "can_be_read", lambda value: False)
                 patch.setattr(step_module, "can_be_read", lambda value: False)
-                patch.setattr(clipping, "can_be_read", lambda value: False)
+                patch.setattr(metrics, "can_be_read", lambda value: False)
                 patch.setattr(DecayWarning, "note", lambda *_: None)  # it has a way of its own for GPUs
                 optimizer.step(**given)
         answers[name] = reads.names
