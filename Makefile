@@ -86,8 +86,7 @@ $(VENV)/apart: $(VENV)/.torch
 	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow torchao \
 	    litgpt jsonargparse docstring-parser typeshed-client importlib-resources
 
-# Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
-# make paper PRESET=real DATA=DIR needs CIFAR-10 and Penn TreeBank there.
+# make paper PRESET=real DATA=DIR needs CIFAR-10 there, PRESET=paper CIFAR-100 too.
 paper: $(VENV)/.with-paper
 	$(BIN)/python -m benchmarks.paper all --preset $(or $(PRESET),quick) $(if $(DATA),--data $(DATA))
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.adams_or_adamw.plan import Planned
 from benchmarks.paper.data.images import Tensors
-from benchmarks.paper.training import ImageLesson, lesson_of
+from benchmarks.paper.training import lesson_of
 from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.training import train
 
@@ -30,7 +30,6 @@ FIELDS = (
 def trained(planned: Planned, checkpoint: Checkpoint, root: Path | None) -> dict[str, object]:
     cpu = time.process_time()
     lesson = lesson_of(planned.run, root, torch.device("cpu"))
-    assert isinstance(lesson, ImageLesson)
     points = train(lesson, checkpoint)
     last = points[-1]
     measured = {

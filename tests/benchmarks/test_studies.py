@@ -44,7 +44,6 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 IMAGES = Run("noise", "small-resnet", 4, 8, milestones=(1, 2)).run("AdamS", 5e-3, seed=3)
 AUGMENTED = replace(IMAGES, augment=True, evaluate_every=2, milestones=(), cosine=(1, 2))
-TEXT = Run("noise-text", "small-lstm", 3, 4).run("AdamS", 5e-5, seed=3)  # with dropout
 STAIRS = stairs(0.01, (1, 2), 80, 0, 1)
 
 
@@ -80,7 +79,6 @@ def decay_lesson(contender: str) -> Any:
 LESSONS: dict[str, Callable[[], Any]] = {
     "images": lambda: paper_lesson(IMAGES),
     "augmented, cosine": lambda: paper_lesson(AUGMENTED),
-    "text": lambda: paper_lesson(TEXT),
     **{name: lambda name=name: paper_lesson(replace(IMAGES, optimizer=name)) for name in ("SGDS", "Padam", "Yogi")},  # type: ignore[misc]
     "calibrated": lambda: decay_lesson(ADAMS),
     "corrected": lambda: decay_lesson(ADAMC),

@@ -1,4 +1,4 @@
-"""Models by name. Image models take (channels, classes, size of a side), language models the vocabulary's size."""
+"""Models by name. They take (channels, classes, size of a side)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from benchmarks.paper.models.language import LanguageModel, lstm, medium_lstm, small_lstm
 from benchmarks.paper.models.resnet import large_resnet, medium_resnet, resnet18, resnet34, small_resnet
 from benchmarks.paper.models.vgg import small_vgg, small_vgg_bn, vgg16, vgg16_bn
 
@@ -20,10 +19,4 @@ IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "large-resnet": large_resnet,
     "small-vgg": small_vgg,
     "small-vgg-bn": small_vgg_bn,
-}
-
-LANGUAGE_MODELS: dict[str, Callable[[int], LanguageModel]] = {
-    "lstm": lstm,
-    "small-lstm": small_lstm,
-    "medium-lstm": medium_lstm,
 }
