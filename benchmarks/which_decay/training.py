@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.training import Lesson, Point, lr_of_steps, train
-from benchmarks.which_decay.contenders import by_name
+from benchmarks.which_decay.contenders import BY_NAME
 from benchmarks.which_decay.parts import Run
 from benchmarks.which_decay.tasks import Sources, Task, task_of
 
@@ -29,7 +29,7 @@ class DecayLesson(Lesson):
         groups = task.groups(model)
         self.task = task
         self.normed = [param[1] if isinstance(param, tuple) else param for param in groups[0]["params"]]
-        optimizer = by_name(run.contender).build(groups, schedule.lr, run.decay, task.betas, schedule.warm_up)
+        optimizer = BY_NAME[run.contender].build(groups, schedule.lr, run.decay, task.betas, schedule.warm_up)
         lrs = lr_of_steps(optimizer, lambda step: schedule.at(step) / schedule.lr, schedule.steps)
         super().__init__(model, optimizer, lrs, run.lengths)
         self.generator.manual_seed(run.seed)
