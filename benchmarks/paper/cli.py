@@ -19,7 +19,6 @@ from benchmarks.paper.figures import DRAWINGS, at_end
 from benchmarks.paper.run import Run
 from benchmarks.paper.training import trained
 from benchmarks.paper.tuning import Planned, Result
-from benchmarks.studies.checkpoint import SAVE_EVERY
 from benchmarks.studies.rows import Row, grouped, read_rows
 from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
 from benchmarks.studies.store import Store
@@ -34,8 +33,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper",
         description="The experiments of the paper on Scheduled Weight Decay. Each writes a CSV file and a figure.\n"
-        "Runs are kept, finished or not: the same command goes on where it was interrupted, and\n"
-        "experiments share the runs that they have in common.",
+        "Finished runs are kept: the same command goes on with the first that is missing, and experiments\n"
+        "share the runs that they have in common.",
         epilog=f"experiments:\n{listed}\n  {ALL:<18} all of these",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,7 +56,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=positive, metavar="N", help="runs at a time (default: a core each; 1 on a GPU)"
     )
-    parser.add_argument("--save-every", type=float, default=SAVE_EVERY, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--draw", action="store_true", help="run nothing: draw again from the CSV files in --out")
     args = parser.parse_args(argv)
     args.out = args.out or Path("results/paper" if args.preset == "quick" else f"results/paper-{args.preset}")
@@ -108,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 workers=args.workers,
                 threads=threads,
                 device=args.device,
-                save_every=args.save_every,
             )
             there = study.load()
             # All data that are wanted, before the first run, which may take days.

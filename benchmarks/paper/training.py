@@ -19,7 +19,6 @@ from benchmarks.paper.data.images import Batch, Tensors
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
-from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.training import Lesson, Point, train
 
 TEST_BATCH = 500
@@ -77,5 +76,5 @@ def lesson_of(run: Run, root: Path | None, device: torch.device) -> ImageLesson:
     return ImageLesson(run, load_images(run.data, root, device, run.limit, run.held_out, run.part), device)
 
 
-def trained(run: Run, checkpoint: Checkpoint, root: Path | None, device: str) -> dict[str, Any]:
-    return {"run": asdict(run), "points": train(lesson_of(run, root, torch.device(device)), checkpoint)}
+def trained(run: Run, root: Path | None, device: str) -> dict[str, Any]:
+    return {"run": asdict(run), "points": train(lesson_of(run, root, torch.device(device)))}

@@ -29,8 +29,8 @@ Losses: a grid of decays for each with seed 0, then other seeds at each one's be
 equilibrium scales with the learning rate, beside what is predicted. All contenders of a seed start from the same
 weights and see the same batches. Decays are in AdamW's terms; AdamS finds its lambda from them in the warm-up.
 
-By default there are three seeds, and for losses one more, which chooses decays. Finished runs are kept, and unfinished
-ones are saved once a minute: the same command goes on from there. `plot` runs nothing, and draws the CSV files again.
+By default there are three seeds, and for losses one more, which chooses decays. Finished runs are kept: the same
+command goes on with the first that is missing. `plot` runs nothing, and draws the CSV files again.
 """
 PARTS = """\
 parts, in this order:

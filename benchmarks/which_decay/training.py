@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.training import Lesson, Point, lr_of_steps, train
 from benchmarks.which_decay.contenders import BY_NAME
 from benchmarks.which_decay.parts import Run
@@ -66,9 +65,9 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors)).square().sum()
 
 
-def trained(run: Run, checkpoint: Checkpoint, sources: Sources) -> dict[str, Any]:
+def trained(run: Run, sources: Sources) -> dict[str, Any]:
     lesson = DecayLesson(run, task_of(run.task, sources))
-    points = train(lesson, checkpoint)
+    points = train(lesson)
     count = sum(param.numel() for param in lesson.model.parameters())
     normed = sum(param.numel() for param in lesson.normed)
     return {"run": asdict(run), "points": points, "parameters": count, "normed_parameters": normed}
