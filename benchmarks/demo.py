@@ -15,7 +15,7 @@ import argparse
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -28,13 +28,11 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
 from benchmarks.drawing import GREY, PALETTE, save, tidy
-from benchmarks.paper.data.images import Batch
 from benchmarks.paper.optimizers import adamw_weight_decay
 from benchmarks.step_times.harness import table
 from benchmarks.studies.rows import Row, chosen
 from benchmarks.studies.runner import command
 from benchmarks.studies.samples import digits
-from benchmarks.studies.training import Lesson, Point, train
 from swd_fused import FusedAdamS
 
 LR, BATCH_SIZE = 1e-3, 32
@@ -53,68 +51,51 @@ def convolutional_net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-class SideBySide(Lesson):
-    """Two models in training. `rows` has every step of both; `weight_decay` is in AdamW's terms there.
+def trained(seed: int, epochs: int) -> tuple[list[Row], dict[str, float]]:
+    """Returns every step of both, and their test accuracies. `weight_decay` is in AdamW's terms.
 
     `rms_grad` is the root of the mean second moment after bias correction, which FusedAdamS divides its decay by.
     """
+    torch.manual_seed(seed)
+    data, shuffle = digits(), torch.Generator().manual_seed(seed)
+    model = convolutional_net()
+    twin = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=ADAMW_WEIGHT_DECAY, fused=True)
+    adams = FusedAdamS(twin.parameters(), lr=LR, weight_decay=ADAMS_WEIGHT_DECAY)
+    sides = {ADAMW: (model, adamw), ADAMS: (twin, adams)}
+    milestones = [max(1, round(share * epochs * data.train_steps(BATCH_SIZE))) for share in MILESTONES]
+    schedules = [MultiStepLR(optimizer, milestones, gamma=0.1) for _, optimizer in sides.values()]
+    rows: list[Row] = []
+    for epoch in range(1, epochs + 1):
+        for batch in data.train_batches(BATCH_SIZE, shuffle, augment=False):
+            step = len(rows) // 2 + 1
+            own = {"step": step, "epoch": epoch}
+            names = list(sides) if step % 2 else reversed(sides)
+            rows += [{"optimizer": name, **own, **trained_step(*sides[name], *batch)} for name in names]
+            for schedule in schedules:
+                schedule.step()
+    with torch.no_grad():
+        tested = {name: model.eval()(data.test_images).argmax(1) for name, (model, _) in sides.items()}
+    return rows, {name: (found == data.test_labels).double().mean().item() for name, found in tested.items()}
 
-    def __init__(self, seed: int, epochs: int) -> None:
-        torch.manual_seed(seed)
-        self.data = digits()
-        model = convolutional_net()
-        twin = copy.deepcopy(model)
-        adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=ADAMW_WEIGHT_DECAY, fused=True)
-        adams = FusedAdamS(twin.parameters(), lr=LR, weight_decay=ADAMS_WEIGHT_DECAY)
-        steps = self.data.train_steps(BATCH_SIZE)
-        milestones = [max(1, round(share * epochs * steps)) for share in MILESTONES]
-        self.sides = {ADAMW: (model, adamw), ADAMS: (twin, adams)}
-        self.schedules = [MultiStepLR(optimizer, milestones, gamma=0.1) for _, optimizer in self.sides.values()]
-        self.rows: list[Row] = []
-        super().__init__(nn.ModuleList([model, twin]), adams, self.schedules[1], [steps] * epochs)
-        self.generator.manual_seed(seed)
 
-    def batches(self) -> Iterator[Batch]:
-        return self.data.train_batches(BATCH_SIZE, self.generator, augment=False)
-
-    def step(self, batch: Batch) -> None:
-        self.steps += 1
-        names = list(self.sides)
-        for name in names if self.steps % 2 else reversed(names):
-            self.rows.append(self.side_step(name, *batch))
-        for schedule in self.schedules:
-            schedule.step()
-
-    def side_step(self, name: str, images: Tensor, labels: Tensor) -> Row:
-        model, optimizer = self.sides[name]
-        optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)
-        loss.backward()
-        start = time.perf_counter()
-        optimizer.step()
-        step_us = (time.perf_counter() - start) * 1e6
-        # After the step, so that no optimizer finds gradients that were just read into the cache for this.
-        norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
-        return {
-            "optimizer": name,
-            "step": self.steps,
-            "epoch": 1 + (self.steps - 1) // self.windows[0],
-            "lr": optimizer.param_groups[0]["lr"],
-            "train_loss": loss.item(),
-            "grad_norm": norm.item(),
-            "rms_grad": math.sqrt(optimizer.exp_avg_sq_mean) if isinstance(optimizer, FusedAdamS) else math.nan,
-            "weight_decay": adamw_weight_decay(optimizer),
-            "step_us": step_us,
-        }
-
-    def point(self, is_last: bool) -> Point:
-        return {}
-
-    @torch.no_grad()
-    def accuracy(self, name: str) -> float:
-        model, _ = self.sides[name]
-        model.eval()
-        return (model(self.data.test_images).argmax(1) == self.data.test_labels).double().mean().item()
+def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Row:
+    optimizer.zero_grad()
+    loss = cross_entropy(model(images), labels)
+    loss.backward()
+    start = time.perf_counter()
+    optimizer.step()
+    step_us = (time.perf_counter() - start) * 1e6
+    # After the step, so that no optimizer finds gradients that were just read into the cache for this.
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    return {
+        "lr": optimizer.param_groups[0]["lr"],
+        "train_loss": loss.item(),
+        "grad_norm": norm.item(),
+        "rms_grad": math.sqrt(optimizer.exp_avg_sq_mean) if isinstance(optimizer, FusedAdamS) else math.nan,
+        "weight_decay": adamw_weight_decay(optimizer),
+        "step_us": step_us,
+    }
 
 
 CAPTION = """\
@@ -126,13 +107,13 @@ with 94,186 parameters most of it is the cost of the call."""
 HEADINGS = ("optimizer", "weight decay", "train loss", "gradient norm", "test accuracy", "step time", "ratio")
 
 
-def cells(lesson: SideBySide) -> Iterator[list[str]]:
-    times = {name: median(row["step_us"] for row in chosen(lesson.rows, optimizer=name)) for name in lesson.sides}
+def cells(rows: Sequence[Row], accuracies: Mapping[str, float]) -> Iterator[list[str]]:
+    times = {name: median(row["step_us"] for row in chosen(rows, optimizer=name)) for name in accuracies}
     for name, step_us in times.items():
-        rows = chosen(lesson.rows, optimizer=name)
-        last = chosen(rows, epoch=len(lesson.windows))
+        own = chosen(rows, optimizer=name)
+        last = chosen(own, epoch=own[-1]["epoch"])
         means = (f"{fmean(row[column] for row in last):.2e}" for column in ("train_loss", "grad_norm"))
-        decay, accuracy = f"{mean_weight_decay(rows):.2f}", f"{lesson.accuracy(name):.2%}"
+        decay, accuracy = f"{mean_weight_decay(own):.2f}", f"{accuracies[name]:.2%}"
         yield [name, decay, *means, accuracy, f"{step_us:.0f} µs", f"{step_us / times[ADAMW]:.2f}"]
 
 
@@ -180,12 +161,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with command("demo") as console:
             console.print(f"Training for {args.epochs} epochs, which takes a few minutes.")
-            lesson = SideBySide(args.seed, args.epochs)
-            train(lesson)
+            rows, accuracies = trained(args.seed, args.epochs)
             steps = args.out / "steps.csv"
-            write_rows(steps, [{**row, "seed": args.seed, **conditions(load)} for row in lesson.rows])
-            console.print(table(f"scikit-learn digits, {args.epochs} epochs", HEADINGS, list(cells(lesson)), CAPTION))
-            picture = draw(chosen(lesson.rows, optimizer=ADAMS), args.out / "demo.png")
+            write_rows(steps, [{**row, "seed": args.seed, **conditions(load)} for row in rows])
+            console.print(
+                table(f"scikit-learn digits, {args.epochs} epochs", HEADINGS, list(cells(rows, accuracies)), CAPTION)
+            )
+            picture = draw(chosen(rows, optimizer=ADAMS), args.out / "demo.png")
             console.print(f"Every step: {steps}", f"The picture: {picture}", sep="\n", soft_wrap=True)
     finally:
         torch.set_num_threads(threads)

@@ -29,7 +29,7 @@ MEASURES = {"test_error": ("test error, %", 100), "train_loss": ("train loss", 1
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:<18} {experiment.what}" for name, experiment in EXPERIMENTS.items())
+    listed = "\n".join(f"  {name:<18} {what}" for name, what in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper",
         description="The experiments of the paper on Scheduled Weight Decay. Each writes a CSV file and a figure.\n"
@@ -115,24 +115,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.names:
             table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
             if not args.draw:
-                write_rows(
-                    table, [row for each in chosen_runs(name, args, results) for row in rows_of(each, results, name)]
-                )
+                write_rows(table, [row for each in chosen_runs(name, args, results) for row in rows_of(each, results)])
             rows = read_rows(table)
             DRAWINGS[name](rows, picture)
-            console.print(summary(rows, f"{name}: {EXPERIMENTS[name].what}"))
+            console.print(summary(rows, f"{name}: {EXPERIMENTS[name]}"))
             console.print(f"{table}\n{picture}", soft_wrap=True)
 
 
-def rows_of(planned: Planned, results: Results, name: str) -> list[Row]:
+def rows_of(planned: Planned, results: Results) -> list[Row]:
     """Each with its role in an experiment that chooses some of its runs, its run, and the conditions of that."""
     result: Result = results[planned.run.key]
-    points: list[Row] = result["points"]
-    if EXPERIMENTS[name].last_epoch_only:
-        points = points[-1:]
     role = {"role": planned.role} if planned.role else {}
     run = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in result["run"].items()}
-    return [{**role, **run, **shortened(point), **conditions_of(result)} for point in points]
+    return [{**role, **run, **shortened(point), **conditions_of(result)} for point in result["points"]]
 
 
 def summary(rows: list[Row], title: str) -> Table:

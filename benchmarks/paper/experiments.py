@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
@@ -15,21 +15,15 @@ TABLE2 = ("SGD", "AdamS", "Adam", "AMSGrad", "AdamW", "AdaBound", "Padam", "Yogi
 LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 
 
-@dataclass(frozen=True)
-class Experiment:
-    what: str
-    last_epoch_only: bool = False
-
-
 EXPERIMENTS = {
-    "tuned": Experiment("test errors with lambda tuned on a validation part, and at equal total decay (table 1)"),
-    "tuned-unaugmented": Experiment("the same without augmentation"),
-    "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)"),
-    "table2": Experiment("the same with lambda 1e-4 (table 2)"),
-    "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)"),
-    "schedule": Experiment("the schedule, the gradient norm and the loss (figures 4, 5)"),
-    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", last_epoch_only=True),
-    "cosine": Experiment("cosine annealing with warm restarts (figures 12, 20)"),
+    "tuned": "test errors with lambda tuned on a validation part, and at equal total decay (table 1)",
+    "tuned-unaugmented": "the same without augmentation",
+    "table1": "test errors of all optimizers, lambda 5e-4 (table 1)",
+    "table2": "the same with lambda 1e-4 (table 2)",
+    "gradnorm": "gradient norms with and without weight decay (figures 2, 3)",
+    "schedule": "the schedule, the gradient norm and the loss (figures 4, 5)",
+    "basin": "test errors over lr and weight decay (figures 10, 11, 16)",
+    "cosine": "cosine annealing with warm restarts (figures 12, 20)",
 }
 
 Preset = dict[str, Search | list[Run]]  # runs are without their seeds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -37,13 +37,15 @@ def panels(rows: int, columns: int, width: float = 3.6, height: float = 2.9) -> 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def curve(axes: Axes, rows: Iterable[Row], measure: str, label: str, colour: str, style: str = "-") -> None:
+def curve(
+    axes: Axes, rows: Iterable[Row], measure: str, label: str, colour: str, style: str = "-", x: str = "epoch"
+) -> None:
     """Draws the mean over seeds, and a band from the least to the most of them."""
-    xs, mean, least, most = over_seeds(rows, "epoch", measure)
+    xs, mean, least, most = over_seeds(rows, x, measure)
     axes.plot(xs, mean, color=colour, linewidth=1.8, linestyle=style, marker="o", markersize=2.5, label=label)
     axes.fill_between(xs, least, most, color=colour, alpha=0.18, linewidth=0)
     axes.set_yscale("log")
-    axes.set(xlabel="epoch", ylabel=LABELS[measure])
+    axes.set(xlabel=x, ylabel=LABELS[measure])
 
 
 def legend(axes: Axes) -> None:
@@ -105,30 +107,15 @@ def dots_and_means(axes: Axes, lines: dict[str, list[float]], colours: Sequence[
 
 
 def draw_basin(rows: list[Row], picture: Path) -> None:
-    """Figures 10, 11 and 16: test errors over learning rate and weight decay, each task on a scale of its own."""
-    tasks = grouped(rows, ["data", "model"])
-    optimizers = list(dict.fromkeys(row["optimizer"] for row in rows))
-    figure, grid = panels(len(tasks), len(optimizers))
-    for (task, of_task), row_of_axes in zip(tasks.items(), grid, strict=True):
-        errors = {
-            key: [100 * row["test_error"] for row in of]
-            for key, of in grouped(of_task, ["optimizer", "lr", "weight_decay"]).items()
-        }
-        least = min(map(fmean, errors.values()))
-        for axes, optimizer in zip(row_of_axes, optimizers, strict=True):
-            lrs, decays = (sorted({key[place] for key in errors if key[0] == optimizer}) for place in (1, 2))
-            means = np.array([[fmean(errors[optimizer, lr, decay]) for decay in decays] for lr in lrs])
-            # The scale ends at twice the least error: worse is worse.
-            axes.imshow(means, origin="lower", cmap="viridis", vmin=least, vmax=2 * least, aspect="auto")
-            for (y, x), mean in np.ndenumerate(means):
-                values = errors[optimizer, lrs[y], decays[x]]
-                spread = f"\n±{stdev(values):.1f}" if len(values) > 1 else ""
-                colour = "white" if mean < 1.5 * least else "black"
-                axes.text(x, y, f"{mean:.1f}{spread}", ha="center", va="center", fontsize=7.5, color=colour)
-            axes.set_xticks(range(len(decays)), [f"{decay:g}" for decay in decays])
-            axes.set_yticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
-            axes.set(title=f"{optimizer}: {', '.join(task)}", xlabel="λ", ylabel="lr")
-    finish(figure, picture, "Test error over learning rate and weight decay", rows, f"Mean ± deviation, in %. {SCALED}")
+    """Figures 10, 11 and 16: test errors over weight decay, a line for each learning rate."""
+    groups = grouped(at_end(rows), ["optimizer", "model", "data"])
+    figure, [axes_of_groups] = panels(1, len(groups))
+    for axes, (key, of_group) in zip(axes_of_groups, groups.items(), strict=True):
+        for (lr,), colour in zip(grouped(of_group, ["lr"]), PALETTE.values(), strict=False):
+            curve(axes, chosen(of_group, lr=lr), "test_error", f"lr {lr:g}", colour, x="weight_decay")
+        axes.set(title=", ".join(key), xlabel="λ", xscale="log")
+        legend(axes)
+    finish(figure, picture, "Test error over learning rate and weight decay", rows, SCALED)
 
 
 def draw_tuned(rows: list[Row], picture: Path) -> None:

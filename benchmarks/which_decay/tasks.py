@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.paper.data import DataError, load_images
 from benchmarks.paper.data.images import Batch, flipped_and_cropped
-from benchmarks.paper.models.resnet import small_resnet
+from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.small_models import SmallGPT
 from benchmarks.studies.samples import digits, noisy, noisy_digits
 from benchmarks.which_decay.contenders import Group
@@ -114,7 +114,7 @@ class CifarResNet(Task):
         self.data = f"CIFAR-10, {len(self.images.train_labels)} training images"
 
     def model(self) -> nn.Module:
-        model = small_resnet(self.images.channels, self.images.classes, self.images.size)
+        model = IMAGE_MODELS["small-resnet"](self.images.channels, self.images.classes, self.images.size)
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def batch(self, generator: torch.Generator) -> Batch:
