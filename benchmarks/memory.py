@@ -30,7 +30,6 @@ from benchmarks.small_models import SmallGPT
 from benchmarks.step_times.harness import Row, table
 from swd_fused import FusedAdamS
 
-RESULTS = Path("results/memory")
 BF16, FP32 = torch.bfloat16, torch.float32
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 MASTERS: dict[str, Any] = {"master_weights": True}
@@ -243,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--measure", action="store_true", help="the peak of training steps, on Linux")
     parser.add_argument("--setting", action="append", metavar="TEXT", help="for --measure; repeatable; default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
+    out = Path("results/memory")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     console = Console()
     if options.measure:

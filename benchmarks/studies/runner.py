@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.conditions import OtherLoad, conditions
-from benchmarks.paper.data.folders import DataError
+from benchmarks.paper.data.cifar import DataError
 from benchmarks.studies.store import Record, Store
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +26,19 @@ SHORT_MEMORY = (0.9, 0.99)
 DEBIAN_FOLDER = Path("/usr/share/doc/anarchism/markdown")
 SUFFIXES = (".md", ".md.gz", ".txt", ".txt.gz")
 
-HeldOut = Literal["validation", "test"]
-
 
 class Task:
+    """Tasks also have `model()`, `batch(generator)` and `held_out_loss(model, "validation" or "test")`."""
+
     data: str  # what tells its data from others'
     betas: tuple[float, float]
-
-    def model(self) -> nn.Module:
-        raise NotImplementedError
 
     def groups(self, model: nn.Module) -> list[Group]:
         """The first one has the layers that a norm follows, to which the correction and the predictions apply."""
         return param_groups(model, 1.0, corrected_decay=True)
 
-    def batch(self, generator: torch.Generator) -> Any:
-        raise NotImplementedError
-
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])
-
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
-        raise NotImplementedError
 
 
 class ProseGPT(Task):
@@ -76,7 +67,7 @@ class ProseGPT(Task):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return model.loss(batch)  # type: ignore[no-any-return, operator]
 
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
         windows = self.stretches(self.held_out[which], self.windows, torch.Generator().manual_seed(1))
         return sum(self.loss(model, part).item() * len(part) for part in windows.split(64)) / self.windows
 
@@ -124,7 +115,7 @@ class CifarResNet(Task):
             images = flipped_and_cropped(images, generator)
         return images, self.images.train_labels[chosen]
 
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
         data = self.validation if which == "validation" else self.images
         losses = (cross_entropy(model(x), y, reduction="sum").item() for x, y in data.test_batches(500))
         return sum(losses) / len(data.test_labels)
@@ -164,7 +155,7 @@ class ScaleFreeDigits(Task):
     def batch(self, generator: torch.Generator) -> Batch:
         return noisy_digits(self.digits, self.batch_size, generator)
 
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
         images = noisy(self.digits.test_images, torch.Generator().manual_seed(1))
         return cross_entropy(model(images), self.digits.test_labels).item()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 pytest.importorskip("sklearn")
 
+from benchmarks.conditions import read_rows
 from benchmarks.studies.runner import Record
 from benchmarks.studies.store import Store
 from benchmarks.which_decay import cli
@@ -44,11 +44,6 @@ def cifar(tmp_path: Path) -> Path:
         records[:, 0] %= 10
         records.tofile(folder / name)
     return tmp_path
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # --- Contenders
@@ -187,7 +182,7 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
     out = tmp_path / "out"
     arguments = ["--quick", "--text", str(text), "--data", str(cifar), "--out", str(out)]
     cli.main(arguments)
-    losses = rows_of(out / "which_decay_losses.csv")
+    losses = read_rows(out / "which_decay_losses.csv")
     for task in ("gpt", "resnet"):
         own = [row for row in losses if row["task"] == task]
         assert {(r["contender"], r["decay"]) for r in own if r["seed"] == "0"} == {(NO_DECAY, "0.0")} | {
@@ -199,7 +194,7 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
             assert {(c.name, "1.0") for c in CONTENDERS[1:]} <= more
         assert all(r["torch"] and r["cpu"] and r["date"] for r in own)
         assert len({r["validation_loss"] for r in own if r["seed"] == "0"}) > 3
-    stage_rows = rows_of(out / "which_decay_exponents.csv")
+    stage_rows = read_rows(out / "which_decay_exponents.csv")
     assert {stage["task"] for stage in stage_rows} == {"digits", "plain resnet"}
     assert len([stage for stage in stage_rows if stage["task"] == "digits"]) == 6 * 2 * 4
     assert (out / "which_decay.png").read_bytes().startswith(b"\x89PNG")
@@ -212,7 +207,7 @@ def test_command_and_continuing_it(tmp_path: Path, text: Path, cifar: Path, caps
     store.path.write_text("".join(line for line in lines if line != removed))
     cli.main(arguments)
     assert len(store.read()) == len(lines)
-    again = rows_of(out / "which_decay_losses.csv")
+    again = read_rows(out / "which_decay_losses.csv")
     changing = {"date", "seconds", "other_load"}
     assert [{k: v for k, v in row.items() if k not in changing} for row in again] == [
         {k: v for k, v in row.items() if k not in changing} for row in losses

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
-from benchmarks.paper.data.folders import DataError
+from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, DataError, cifar
 from benchmarks.paper.data.images import Tensors, normalized
 
 __all__ = ["DataError", "check_images", "load_images"]
