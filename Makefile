@@ -59,7 +59,6 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.training_loops
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work
-	$(BIN)/python -m benchmarks.first_steps
 	$(BIN)/python -m benchmarks.mixed_precision
 endif
 
@@ -84,8 +83,7 @@ frameworks: $(VENV)/.with-test,frameworks $(VENV)/apart
 $(VENV)/apart: $(VENV)/.torch
 	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt --target $@ timm torchvision pillow
 
-# Also needs Fashion-MNIST: Debian's package dataset-fashion-mnist, or a folder as in make paper DATA=DIR.
-# make paper PRESET=real DATA=DIR needs CIFAR-10 and Penn TreeBank there.
+# make paper PRESET=real DATA=DIR needs CIFAR-10 there, PRESET=paper CIFAR-100 too.
 paper: $(VENV)/.with-paper
 	$(BIN)/python -m benchmarks.paper all --preset $(or $(PRESET),quick) $(if $(DATA),--data $(DATA))
 

@@ -6,7 +6,7 @@ import argparse
 import csv
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter, process_time
@@ -97,26 +97,19 @@ def _busy_seconds() -> float | None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    def write(partial: Path) -> None:
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(path, write)
+    """Leaves a whole file or none, whatever ends the process: another path is written to, and then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Leaves a whole file or none, whatever ends the process: `write` writes to another path, which is then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    write(partial)
-    os.replace(partial, path)
 
 
 def positive(text: str) -> int:

@@ -1,12 +1,10 @@
-"""The modes of FusedAdamS on a GPU: whether each agrees with plain PyTorch, and what its kernels are compiled to."""
+"""The modes of FusedAdamS on a GPU, and whether each agrees with plain PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from benchmarks.step_times.harness import Step
 from swd_fused import FusedAdamS
-from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import Dtypes, Variant, launcher_for, resident_programs
 
 # Tails, several segments, nothing at all; and matrices that are large enough for 8-bit moments.
 SHAPES = [(700,), (40, 30), (3,), (0,), (9, 512), (11, 402)]
@@ -136,53 +132,3 @@ def step_of(mode: Mode, elements: int) -> Step:
     step()
     torch.cuda.synchronize()
     return step
-
-
-# --- Their kernels
-
-# Of steps that need several launches: two dtypes or devices, gradients that are released.
-SEVERAL_LAUNCHES = ("stored_sums_kernel", "gradient_sums_kernel", "update_kernel", "last_exp_avg_sq_sum_kernel")
-
-
-def compiled_kernels() -> Iterator[dict[str, object]]:
-    """Compiles the kernels of all modes for the current device, and launches none. The seconds are those until a
-    kernel is compiled, or found in Triton's cache, and loaded."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    for name, mode in kernels_of_modes():
-        dtypes, variant = built_for(mode)
-        start = perf_counter()
-        binary = launcher_for(getattr(kernels, name), device, dtypes, variant, sum_grads=True).compiled()
-        yield {
-            "kernel": name,
-            "mode": mode.name,
-            "registers": binary.n_regs,
-            "spills": binary.n_spills,
-            "programs per multiprocessor": resident_programs(binary, device) // multiprocessors,
-            "cooperative": "yes" if binary.metadata.launch_cooperative_grid else "no",
-            "s to compile": f"{perf_counter() - start:.1f}",
-        }
-
-
-def kernels_of_modes() -> list[tuple[str, Mode]]:
-    """Returns the kernels by name, each with the first mode that needs it compiled so."""
-    first: dict[Any, tuple[str, Mode]] = {}
-    for mode in MODES:
-        step = "lagged_step_kernel" if mode.options.get("schedule") == "lagged" else "exact_step_kernel"
-        for name in (step, *(SEVERAL_LAUNCHES if mode.other_dtype else ())):
-            first.setdefault((name, built_for(mode)), (name, mode))
-    return list(first.values())
-
-
-def built_for(mode: Mode) -> tuple[Dtypes, Variant]:
-    """Returns what the kernels of a mode are compiled for. Masters of bfloat16 are remainders of 16 bits."""
-    has_masters = bool(mode.options.get("master_weights"))
-    weight = torch.int16 if has_masters else mode.dtype
-    variant = Variant(
-        amsgrad=bool(mode.options.get("amsgrad")),
-        master=has_masters,
-        stochastic=bool(mode.options.get("stochastic_rounding")),
-        coded=mode.options.get("state_dtype") == "8bit",
-        averages="ema_decay" in mode.options,
-    )
-    return Dtypes(mode.dtype, mode.dtype, *[torch.float32] * 3, weight), variant

@@ -8,60 +8,111 @@ file as soon as it ends: one that fails, crashes or hangs is reported, and does 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
-from benchmarks import gpu, gpu_modes, gpu_sections
-from benchmarks.conditions import write_rows
-from benchmarks.gpu_sections import Result, escaped, markdown_table
+from benchmarks import gpu, gpu_modes
+from benchmarks.gpu_sections import escaped, markdown_table
 from benchmarks.step_times.pictures import plot_step_time
-from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
-from benchmarks.watched_process import Outcome, watched
 
-MOST_REPEATS = 31
 MEASURED_SUITES = ("one-64M", "gpt2-124m", "one-1M", "1000x500")
-COUNTED_SHAPES = tuple(gpt2_shapes(layers=12, width=64, vocabulary=1000, context=64))
 # Seconds of a section unless --limit says otherwise. A mode takes some ten; the others compile or measure for minutes.
 MODE_LIMIT, LIMIT = 90.0, 300.0
+# A process ends itself at its limit. One that cannot, as in a call of the driver, is killed so much later.
+GRACE_SECONDS = 10.0
+PRINTED_CHARACTERS = 20_000  # of warnings and tracebacks, from their end
 ISSUE = "https://github.com/swd-fused/swd_fused/issues/new?template=gpu_report.yml"
 
 
 @dataclass(frozen=True)
 class Section:
-    """`run` yields Results, of which the last counts. Another process imports it by its name."""
+    """A function that prints Markdown."""
 
     title: str
-    run: Callable[[], Iterator[Result]]
+    function: str
+    arguments: tuple[Any, ...] = ()
     limit: float = LIMIT
+    module: str = "benchmarks.gpu_sections"
 
 
-def sections(is_quick: bool) -> list[Section]:
-    suites = {name: (QUICK_SUITES if is_quick else SUITES)[name] for name in MEASURED_SUITES}
-    elements, repeats = (5120, 2) if is_quick else (64 * 2**20, MOST_REPEATS)
-    counted = QUICK_SUITES["gpt2-124m"].shapes if is_quick else COUNTED_SHAPES
-
-    def timed(name: str, suite: Suite) -> Section:
-        suite = Suite(suite.shapes, min(suite.repeats, MOST_REPEATS))
-        return Section(f"Step times: {name}", partial(gpu_sections.step_times_section, name, suite))
-
-    def checked(mode: gpu_modes.Mode) -> Section:
-        return Section(f"Mode: {mode.name}", partial(gpu_sections.mode_section, mode.name), MODE_LIMIT)
-
+def sections(is_quick: bool, out: Path) -> list[Section]:
     return [
-        Section("Environment", gpu_sections.environment_section, MODE_LIMIT),
-        Section("Kernels", gpu_sections.kernels_section),
-        *(checked(mode) for mode in gpu_modes.MODES),
-        Section("Launches and waits", partial(gpu_sections.launches_section, counted)),
-        Section("Share of the memory's peak rate", partial(gpu_sections.peak_section, elements, repeats)),
-        *(timed(name, suite) for name, suite in suites.items()),
+        Section("Environment", "environment", limit=MODE_LIMIT),
+        *(Section(f"Mode: {mode.name}", "mode", (mode.name,), MODE_LIMIT) for mode in gpu_modes.MODES),
+        Section("Launches and waits", "launches", (is_quick,)),
+        Section("Share of the memory's peak rate", "peak", (is_quick, str(out))),
+        *(Section(f"Step times: {name}", "step_times", (name, is_quick, str(out))) for name in MEASURED_SUITES),
     ]
 
 
-def report_of(outcomes: Mapping[str, Outcome], is_quick: bool, missing: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class Outcome:
+    """`problem` tells why a section did not end well. `noise` is what it printed beside its text, as warnings."""
+
+    title: str
+    text: str
+    problem: str | None = None
+    noise: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_one_line(self) -> bool:
+        return self.text.count("\n") == 0 and not self.noise
+
+    @property
+    def said(self) -> str:
+        return f"**problem**: {self.problem}" if self.problem else self.text if self.is_one_line and self.text else "ok"
+
+
+def outcome_of(section: Section, limit: float) -> Outcome:
+    """Runs a section in a process of its own. The limit is set before torch is imported, which can hang as well."""
+    code = (
+        f"import faulthandler; faulthandler.enable(); faulthandler.dump_traceback_later({limit}, exit=True)\n"
+        f"from {section.module} import {section.function}; {section.function}(*{section.arguments!r})"
+    )
+    start = perf_counter()
+    with tempfile.TemporaryFile("w+") as text, tempfile.TemporaryFile("w+") as noise:
+        # In a session of its own, so that compilers which it has started can be ended with it.
+        command = [sys.executable, "-c", code]
+        process = subprocess.Popen(command, stdout=text, stderr=noise, start_new_session=True)
+        try:
+            ended = process.wait(limit + GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            ended = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # one that the kernel cannot even kill is left alone
+                process.wait(GRACE_SECONDS)
+        seconds = perf_counter() - start
+        for file in (text, noise):
+            file.seek(0)
+        printed = noise.read().strip()[-PRINTED_CHARACTERS:]
+        found = problem(ended, printed, seconds >= limit, f"{limit:g}")
+        return Outcome(section.title, text.read().strip(), found, printed, seconds)
+
+
+def problem(ended: int | None, printed: str, is_late: bool, limit: str) -> str | None:
+    if ended == 0:
+        return None
+    if ended is None or is_late:
+        how = "; it had to be killed" if ended is None else ""
+        return f"did not end within {limit} s; the stacks of its threads are below{how}"
+    if ended < 0:
+        return f"was ended by {signal.Signals(-ended).name}"
+    return f"ended with exit code {ended}; {printed.splitlines()[-1] if printed else ''}"  # which names the exception
+
+
+def report_of(outcomes: Sequence[Outcome], is_quick: bool, missing: Sequence[str] = ()) -> str:
     parts = ["# GPU report of swd_fused"]
     if is_quick:
         parts.append("Run with --quick: tensors are so small that times say little, whatever their suites' names say.")
@@ -69,44 +120,15 @@ def report_of(outcomes: Mapping[str, Outcome], is_quick: bool, missing: Sequence
         f"Each section ran in a process of its own. A mode takes {gpu_modes.STEPS} steps beside the torch backend on "
         "the CPU; the largest difference of parameters, state and logged values counts."
     )
-    rows = [[title, outcome_text(outcome), f"{outcome.seconds:.0f}"] for title, outcome in outcomes.items()]
-    rows += [[title, "not run", ""] for title in missing]
-    parts.append(markdown_table(["section", "outcome", "seconds"], rows))
-    for title, outcome in outcomes.items():
-        text = outcome.value.text if outcome.value else ""
-        printed = f"It printed:\n\n```text\n{outcome.printed}\n```" if outcome.printed else ""
-        if text or printed:
-            parts += filter(None, [f"## {title}", text, printed])
+    rows = [[outcome.title, outcome.said, f"{outcome.seconds:.0f}"] for outcome in outcomes]
+    parts.append(
+        markdown_table(["section", "outcome", "seconds"], [*rows, *([title, "not run", ""] for title in missing)])
+    )
+    for outcome in outcomes:
+        printed = f"It printed:\n\n```text\n{outcome.noise}\n```" if outcome.noise else ""
+        if outcome.problem or not outcome.is_one_line:
+            parts += filter(None, [f"## {outcome.title}", outcome.text, printed])
     return "\n\n".join(parts) + "\n"
-
-
-def outcome_text(outcome: Outcome) -> str:
-    problem = problem_of(outcome)
-    return f"**problem**: {problem}" if problem else outcome.value.outcome
-
-
-def problem_of(outcome: Outcome) -> str | None:
-    if outcome.problem is not None:
-        # Of what it printed the last line names an exception, if that is what has ended it.
-        last = outcome.printed.splitlines()[-1:] if "Traceback (most recent" in outcome.printed else []
-        return "; ".join([outcome.problem, *last])
-    return outcome.value.problem if outcome.value else "ended without a result"
-
-
-def written(out: Path, outcomes: Mapping[str, Outcome], is_quick: bool, missing: Sequence[str] = ()) -> list[Path]:
-    """Writes the report, and beside it what was measured. Returns the paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    rows: dict[Path, list[gpu_sections.Row]] = {}
-    for outcome in outcomes.values():
-        for name, own in (outcome.value.rows if outcome.value else {}).items():
-            rows.setdefault(out / name, []).extend(own)
-    for path, found in rows.items():
-        write_rows(path, found)
-    report = out / "gpu_report.md"
-    new = report.with_suffix(".new")
-    new.write_text(report_of(outcomes, is_quick, missing))
-    new.replace(report)
-    return [report, *rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,21 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if missing := gpu.missing():
         parser.error(f"{missing} Or try tests/virtual_gpu/run python -m benchmarks.gpu_report --quick")
-    outcomes: dict[str, Outcome] = {}
-    plan = sections(options.quick)
-    with tempfile.TemporaryDirectory() as cache:
-        # A cache of its own, or seconds to compile would be those of a look into the user's.
-        environment = {} if options.quick else {"TRITON_CACHE_DIR": cache}
-        for place, section in enumerate(plan):
-            print(f"{place + 1} of {len(plan)}, {section.title}: ", end="", flush=True)
-            outcome = watched(section.run, options.limit or section.limit, environment)
-            outcomes[section.title] = outcome
-            print(f"{escaped(outcome_text(outcome)).replace('**', '')}, {outcome.seconds:.0f} s", flush=True)
-            paths = written(options.out, outcomes, options.quick, [s.title for s in plan[place + 1 :]])
-    if (times := options.out / "step_time.csv") in paths:
-        paths.append(plot_step_time(times))
+    options.out.mkdir(parents=True, exist_ok=True)
+    report, tables = options.out / "gpu_report.md", [options.out / name for name in ("step_time.csv", "modes.csv")]
+    for path in tables:
+        path.unlink(missing_ok=True)  # of an earlier report
+    outcomes: list[Outcome] = []
+    plan = sections(options.quick, options.out)
+    for place, section in enumerate(plan):
+        print(f"{place + 1} of {len(plan)}, {section.title}: ", end="", flush=True)
+        outcomes.append(outcome_of(section, options.limit or section.limit))
+        print(f"{escaped(outcomes[-1].said).replace('**', '')}, {outcomes[-1].seconds:.0f} s", flush=True)
+        report.write_text(report_of(outcomes, options.quick, [later.title for later in plan[place + 1 :]]))
+    paths = [report, *(path for path in tables if path.exists())]
+    if tables[0].exists():
+        paths.append(plot_step_time(tables[0]))
     print(f"Wrote {', '.join(map(str, paths))}\nPlease attach them to {ISSUE}")
-    return int(any(problem_of(outcome) is not None for outcome in outcomes.values()))
+    return int(any(outcome.problem is not None for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""The sections of the report about a GPU. Each runs in a process of its own, and yields what it has found so far."""
+"""The sections of the report about a GPU. Each prints Markdown as it finds it, and raises where something is wrong."""
 
 from __future__ import annotations
 
 import subprocess
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks import gpu, gpu_modes, step_time
+from benchmarks.conditions import read_rows, write_rows
 from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, speeds, taking_part
 from benchmarks.step_times.harness import Case, Row, measure, milliseconds
-from benchmarks.step_times.suites import Suite
+from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
 from swd_fused.__main__ import devices, version_of, versions
 
 T = TypeVar("T")
@@ -23,32 +24,26 @@ T = TypeVar("T")
 PEERS = ("apex", "bitsandbytes", "flashoptim", "torchao")
 COUNTED = ("FusedAdamS exact (triton)", "FusedAdamS lagged (triton)", "FusedAdamS exact + clip (triton)", "AdamW f")
 VIRTUAL = "virtual"  # how the name of tests/virtual_gpu's device begins
-WALL_CLOCK_REPEATS = 7
+WALL_CLOCK_REPEATS, MOST_REPEATS = 7, 31
 
 
-@dataclass
-class Result:
-    """Holds what a section has found. `problem` is what went wrong, None if nothing did. `rows` are for CSV files."""
-
-    text: str
-    problem: str | None = None
-    outcome: str = "ok"
-    rows: dict[str, list[Row]] = field(default_factory=dict)
+def say(text: str) -> None:
+    """Flushes: the process may end at any time."""
+    print(f"{text}\n", flush=True)
 
 
-def environment_section() -> Iterator[Result]:
+def environment() -> None:
     peers = ", ".join(f"{package} {version_of(package)}" for package in PEERS)
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     driver = f"driver    {gpu.driver_version()}"
     lines = [versions(), f"commit    {commit()}", devices(), driver, memory, f"peers     {peers}"]
-    note = ""
     if torch.cuda.get_device_name().startswith(VIRTUAL):
-        note = (
+        say(
             "**This is the virtual GPU of tests/virtual_gpu: nothing ran on hardware, and no time or rate means "
-            "anything. Its profiler shows Triton's kernels alone.**\n\n"
+            "anything. Its profiler shows Triton's kernels alone.**"
         )
-    yield Result(f"{note}```text\n{chr(10).join(lines)}\n```")
+    say(f"```text\n{chr(10).join(lines)}\n```")
 
 
 def commit() -> str:
@@ -58,39 +53,38 @@ def commit() -> str:
     return "not known: no git clone" if isinstance(done, Exception) else done.stdout.strip()
 
 
-def kernels_section() -> Iterator[Result]:
-    """Yields after each kernel, so that one whose compiler crashes is the first one that is missing."""
-    rows: list[Row] = []
-    for row in gpu_modes.compiled_kernels():
-        rows.append(row)
-        text = (
-            f"{len(rows)} of {len(gpu_modes.kernels_of_modes())} kernels as the modes have them compiled; none is "
-            "launched here. Registers and spills are those of a thread, as the driver states them.\n\n"
-        )
-        yield Result(text + markdown_table(list(row), [[str(cell) for cell in row.values()] for row in rows]))
-
-
-def mode_section(name: str, device: str = "cuda", backend: str = "triton") -> Iterator[Result]:
+def mode(name: str, device: str = "cuda", backend: str = "triton") -> None:
     """Checks one mode. The largest difference is a multiple of what is allowed."""
-    (mode,) = (mode for mode in gpu_modes.MODES if mode.name == name)
-    far = gpu_modes.difference(mode, device, backend)
-    outcome = f"{far:.2g} of the difference allowed"
-    yield Result("", None if far <= 1 else f"differs: {outcome}", f"agrees, {outcome}")
+    (chosen,) = (mode for mode in gpu_modes.MODES if mode.name == name)
+    far = gpu_modes.difference(chosen, device, backend)
+    if not far <= 1:
+        raise AssertionError(f"differs: {far:.2g} of the difference allowed")
+    say(f"agrees, {far:.2g} of the difference allowed")
 
 
-def step_times_section(name: str, suite: Suite) -> Iterator[Result]:
+def step_times(name: str, is_quick: bool, out: str) -> None:
+    suite = (QUICK_SUITES if is_quick else SUITES)[name]
+    suite = Suite(suite.shapes, min(suite.repeats, MOST_REPEATS))
     among = [c for c in (*GPU_CONTENDERS.values(), *gpu_peers()) if c.backend not in ("torch", "loop")]
     contenders, errors = usable(taking_part(among, suite.shapes))
     case = step_time.case_of(name, suite, contenders, "cuda")
-    rows, on_the_wall = measure(case), []
-
-    def result() -> Result:
-        text = "\n\n".join([step_times_text(rows, on_the_wall), *left_out(errors)])
-        return Result(text, raising(errors), rows={"step_time.csv": rows})
-
-    yield result()  # the wall clock might hang, so the device's times are kept first
+    rows = measure(case)
+    add_rows(Path(out, "step_time.csv"), rows)
+    say(
+        f"{suite.elements:,} elements in {len(suite.shapes):,} tensors of float32, {suite.repeats} repeats. All take "
+        "turns; the ratio of medians is to AdamW fused, with torch's functions for clipping and averages where these "
+        "are asked for. The device's time is without the host's work."
+    )
+    say(times_table(rows))
+    # The wall clock might hang, so the device's times come first.
     on_the_wall = measure(replace(case, timer=gpu.wall_timed, repeats=min(suite.repeats, WALL_CLOCK_REPEATS)))
-    yield result()
+    say(
+        f"By the wall clock, a step of {gpu.STEPS_IN_A_ROW} in a row: the host's work or the device's, whichever takes "
+        f"longer. Other processes used {rows[0]['other_load'] or 0.0:.1f} cores of the CPU."
+    )
+    cells = [[row["contender"], milliseconds(row["median_s"]), f"{row['ratio']:.2f}"] for row in on_the_wall]
+    say(markdown_table(["", "median ms", "ratio"], cells))
+    report_errors(errors)
 
 
 def usable(contenders: Sequence[Contender]) -> tuple[list[Contender], dict[str, Exception]]:
@@ -107,85 +101,54 @@ def take_steps(contender: Contender) -> None:
     torch.cuda.synchronize()
 
 
-def step_times_text(rows: Sequence[Row], on_the_wall: Sequence[Row]) -> str:
-    first, wall = rows[0], {row["contender"]: milliseconds(row["median_s"]) for row in on_the_wall}
-    others = first["other_load"]
-    load = "" if others is None else f"Other processes used {others:.1f} cores of the CPU meanwhile."
-    return (
-        f"{first['elements']:,} elements in {first['tensors']:,} tensors of {first['dtype']}, {first['repeats']} "
-        "repeats. All take turns; the ratio of medians is to AdamW fused, with torch's functions for clipping and "
-        "averages where these are asked for. The device's time is without the host's work. By the wall clock it is a "
-        f"step of {gpu.STEPS_IN_A_ROW} in a row: the host's work or the device's, whichever takes longer. {load}\n\n"
-        + times_table(rows, {"wall clock ms": lambda row: wall.get(row["contender"], "")})
-    )
-
-
-def peak_section(elements: int, repeats: int) -> Iterator[Result]:
+def peak(is_quick: bool, out: str) -> None:
+    elements, repeats = (5120, 2) if is_quick else (64 * 2**20, MOST_REPEATS)
     modes = {mode.name: mode for mode in gpu_modes.MODES if mode.is_measured}
     steps = {name: attempted(partial(gpu_modes.step_of, mode, elements)) for name, mode in modes.items()}
     errors = {name: step for name, step in steps.items() if isinstance(step, Exception)}
-    if not steps.keys() - errors.keys():
-        raise next(iter(errors.values()))
-    peak = gpu.peak_here()
+    at_most = gpu.peak_here()
     case = Case(
         "modes",
         {"elements": elements},
         {name: (lambda _, step=step: step) for name, step in steps.items() if name not in errors},
         repeats,
         timer=gpu.timed,
-        more=speeds({name: mode.bytes_per_element for name, mode in modes.items()}, elements, peak),
+        more=speeds({name: mode.bytes_per_element for name, mode in modes.items()}, elements, at_most),
         device=torch.cuda.get_device_name(),
     )
-    rows = measure(case)
-    known = "not known for this device" if peak is None else f"{peak:,.0f} GB/s"
-    text = (
+    known = "not known for this device" if at_most is None else f"{at_most:,.0f} GB/s"
+    say(
         f"One matrix of {elements:,} elements, {repeats} repeats, which take turns. Peak: {known}. The ratio is to the "
-        "first row. Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator.\n\n"
+        "first row. Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator."
     )
-    table = times_table(rows, {"bytes": lambda row: f"{row['bytes_per_element']:g}"})
-    yield Result("\n\n".join([text + table, *left_out(errors)]), raising(errors), rows={"modes.csv": rows})
+    if case.contenders:
+        rows = measure(case)
+        add_rows(Path(out, "modes.csv"), rows)
+        say(times_table(rows))
+    report_errors(errors)
 
 
-def times_table(rows: Sequence[Row], more: Mapping[str, Callable[[Row], str]]) -> str:
-    cells = [
-        [
-            row["contender"],
-            milliseconds(row["median_s"]),
-            f"{milliseconds(row['q1_s'])} - {milliseconds(row['q3_s'])}",
-            *(text(row) for text in more.values()),
-            f"{row['ratio']:.2f}",
-            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
-            "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
-        ]
-        for row in rows
-    ]
-    headings = ["", "device's median ms", "quartiles ms", *more, "ratio", "GB/s", "of peak"]
-    return markdown_table(headings, cells)
-
-
-def launches_section(shapes: Sequence[tuple[int, ...]]) -> Iterator[Result]:
-    rows, errors = [], {}
+def launches(is_quick: bool) -> None:
+    shapes = QUICK_SUITES["gpt2-124m"].shapes if is_quick else tuple(gpt2_shapes(12, 64, 1000, 64))
+    rows: list[list[str]] = []
+    errors: dict[str, Exception] = {}
     for name, contender in GPU_CONTENDERS.items():
         if not name.startswith(COUNTED) or contender.clips_before or "outliers" in name:
             continue
         counts = attempted(lambda c=contender: gpu.counted(c.build(parameters(shapes, device="cuda"))))
         if isinstance(counts, Exception):
             errors[name] = counts
-        else:
-            rows.append([name, *launches_cells(counts)])
-    text = (
+            continue
+        # A step without a kernel is none: then the profiler has not seen it.
+        seen = [str(counts[kind]) if counts["kernels"] else "not seen" for kind in ("kernels", "copies")]
+        rows.append([name, *seen, str(counts["waits"])])
+    say(
         f"A steady step of {len(shapes)} tensors, by torch.profiler; waits are those that it or torch's debug mode "
         "saw, whichever are more. One kernel of ours does the step, a few of torch's count clipped steps. Where it "
-        "saw no kernel at all, as without CUPTI or its permissions, nothing is known of copies either.\n\n"
+        "saw no kernel at all, as without CUPTI or its permissions, nothing is known of copies either."
     )
-    table = markdown_table(["optimizer", "kernels", "copies", "waits of the host"], rows)
-    yield Result("\n\n".join([text + table, *left_out(errors)]), raising(errors))
-
-
-def launches_cells(counts: dict[str, int]) -> list[str]:
-    """A step without a kernel is none: then the profiler has not seen it."""
-    seen = [str(counts[kind]) if counts["kernels"] else "not seen" for kind in ("kernels", "copies")]
-    return [*seen, str(counts["waits"])]
+    say(markdown_table(["optimizer", "kernels", "copies", "waits of the host"], rows))
+    report_errors(errors)
 
 
 def attempted(run: Callable[[], T]) -> T | Exception:
@@ -195,12 +158,31 @@ def attempted(run: Callable[[], T]) -> T | Exception:
         return error
 
 
-def left_out(errors: dict[str, Exception]) -> list[str]:
-    return [f"{name} is left out:\n\n{traceback_block(error)}" for name, error in errors.items()]
+def report_errors(errors: Mapping[str, Exception]) -> None:
+    """Raises if there are any."""
+    for name, error in errors.items():
+        say(f"{name} is left out:\n\n```text\n{''.join(traceback.format_exception(error)).rstrip()}\n```")
+    if errors:
+        raise RuntimeError(f"these raise: {', '.join(errors)}")
 
 
-def raising(errors: dict[str, Exception]) -> str | None:
-    return f"raise: {', '.join(errors)}" if errors else None
+def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_rows(path, [*(read_rows(path) if path.exists() else []), *rows])
+
+
+def times_table(rows: Sequence[Row]) -> str:
+    cells = [
+        [
+            row["contender"],
+            milliseconds(row["median_s"]),
+            f"{milliseconds(row['q1_s'])} - {milliseconds(row['q3_s'])}",
+            f"{row['ratio']:.2f}",
+            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
+            "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(["", "device's median ms", "quartiles ms", "ratio", "GB/s", "of peak"], cells)
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -210,7 +192,3 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def traceback_block(error: BaseException) -> str:
-    return f"```text\n{''.join(traceback.format_exception(error)).rstrip()}\n```"

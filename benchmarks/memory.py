@@ -25,12 +25,11 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
+from benchmarks.conditions import OtherLoad, conditions, write_rows
 from benchmarks.small_models import SmallGPT
 from benchmarks.step_times.harness import Row, table
 from swd_fused import FusedAdamS
 
-RESULTS = Path("results/memory")
 BF16, FP32 = torch.bfloat16, torch.float32
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 MASTERS: dict[str, Any] = {"master_weights": True}
@@ -93,11 +92,9 @@ SIZES = ("parameters", "gradients", "state", "peak", "first_step_peak")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
 
 Build = Callable[[nn.Module], Optimizer]
-# How a model is made, and its batch.
-MODELS: dict[str, tuple[Callable[[], SmallGPT], int]] = {
-    "gpt-100m": (lambda: SmallGPT(vocabulary=16384, context=128, width=768, layers=12), 1),
-    "tiny": (lambda: SmallGPT(vocabulary=512, context=16, width=64, layers=2), 2),
-}
+THREADS = 2
+MODEL = "gpt-100m"
+SIZE = {"vocabulary": 16384, "context": 128, "width": 768, "layers": 12}
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -150,9 +147,9 @@ SETTINGS: dict[str, Build] = {
 }
 
 
-def measured_apart(setting: str, model: str, threads: int) -> Row | str:
+def measured_apart(setting: str) -> Row | str:
     """Measures in a fresh process. Returns why where that cannot be done."""
-    call = f"from benchmarks import memory; memory.print_measured({setting!r}, {model!r}, {threads})"
+    call = f"from benchmarks import memory; memory.print_measured({setting!r})"
     environment = {**os.environ, **MALLOC}
     ran = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
@@ -161,16 +158,15 @@ def measured_apart(setting: str, model: str, threads: int) -> Row | str:
     return row
 
 
-def print_measured(setting: str, model: str, threads: int) -> None:
-    torch.set_num_threads(threads)
-    print(json.dumps(measured_here(setting, model)))
+def print_measured(setting: str) -> None:
+    torch.set_num_threads(THREADS)
+    print(json.dumps(measured_here(setting)))
 
 
-def measured_here(setting: str, name: str) -> Row:
+def measured_here(setting: str) -> Row:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    build, batch_size = MODELS[name]
-    model = build().to(BF16 if setting.startswith("bfloat16") else FP32)
+    model = SmallGPT(**SIZE).to(BF16 if setting.startswith("bfloat16") else FP32)
     params = list(model.parameters())
     alive = [0]  # bytes of gradients, after each of them in each backward pass
 
@@ -186,7 +182,7 @@ def measured_here(setting: str, name: str) -> Row:
         optimizer.step()
         optimizer.zero_grad()
 
-    batches = [model.batch(batch_size, generator) for _ in range(STEPS)]
+    batches = [model.batch(1, generator) for _ in range(STEPS)]
     growth = [growth_in(train, batch) for batch in batches]  # in the first step some optimizers compile
     parameters, state = sum(param.nbytes for param in params), state_bytes(optimizer)
     return {
@@ -226,12 +222,12 @@ def measure_peaks(options: argparse.Namespace, console: Console) -> None:
         if not any(text in name for text in options.setting or [""]):
             continue
         other_load = OtherLoad()
-        row = measured_apart(name, options.model, options.threads)
+        row = measured_apart(name)
         if isinstance(row, str):
             console.print(f"Skipped {name}: {row}", soft_wrap=True, highlight=False)
             continue
-        shared = {**conditions(other_load), "threads": options.threads, "malloc": " ".join(MALLOC)}
-        rows.append({"model": options.model, "setting": name, **row, **shared})
+        shared = {**conditions(other_load), "threads": THREADS, "malloc": " ".join(MALLOC)}
+        rows.append({"model": MODEL, "setting": name, **row, **shared})
         write_rows(path, rows)
         sizes = (f"{size.replace('_', ' ')} {row[size] / row['elements']:.2f}" for size in SIZES)
         console.print(f"{name}: {', '.join(sizes)}", soft_wrap=True, highlight=False)
@@ -245,10 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--measure", action="store_true", help="the peak of training steps, on Linux")
-    parser.add_argument("--model", choices=list(MODELS), default="gpt-100m", help="for --measure; default: %(default)s")
     parser.add_argument("--setting", action="append", metavar="TEXT", help="for --measure; repeatable; default: all")
-    parser.add_argument("--threads", type=positive, default=2, help="for --measure; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
+    out = Path("results/memory")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     console = Console()
     if options.measure:

@@ -1,5 +1,5 @@
 """Counts what the host does in a step as training takes it, with new gradients and a learning-rate scheduler: Python
-calls of the package, the files they are in, and switches between files.
+calls of the package, and the files they are in.
 
 The sharded step is of DTensors on two ranks, of which one exists: torch's fake process group answers for the other.
 Launches of the Triton backend are left out, as in benchmarks.host_work.
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,8 +80,7 @@ def main() -> None:
             continue  # interpreted kernels would be counted too
         with without_launches() if on_triton else nullcontext():
             files = files_of_calls(options, sharded if name == SHARDED else lambda values: values)
-        switches = sum(before != after for before, after in pairwise(files))
-        print(f"{name}: {len(files)} calls in {len(set(files))} files, {switches} switches between files")
+        print(f"{name}: {len(files)} calls in {len(set(files))} files")
 
 
 if __name__ == "__main__":

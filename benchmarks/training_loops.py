@@ -105,7 +105,7 @@ class Loop:
 
 def case_of(name: str) -> Case:
     forward_backward: list[float] = []
-    among = [CONTENDERS[each] for each in NAMES if each in CONTENDERS]
+    among = [CONTENDERS[each] for each in NAMES]
     peers = {contender.name: contender.peer for contender in among}
 
     def loop(contender: Contender) -> Callable[[None], Step]:
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     carry_out(
         options,
         [case_of(name) for name in (QUICK if options.quick else MODELS)],
-        lambda rows: crossed(rows, title, lambda row: row["model"], lambda row: row["contender"], cell),
+        lambda rows: crossed(rows, title, "model", "contender", cell),
     )
 
 

@@ -52,7 +52,7 @@ def chosen(name: str, epochs: int | None, images: int | None) -> Arm:
 
 
 def study(arm: Arm, root: Path | None, out: Path, workers: int) -> Study:
-    """A run is one row. What was interrupted is repeated: no run is trained by two versions of the code."""
+    """A run is one row."""
     return Study(
         name=f"arm {arm.name}",
         store=Store(out / "runs.csv", FIELDS),
@@ -60,7 +60,6 @@ def study(arm: Arm, root: Path | None, out: Path, workers: int) -> Study:
         planned=lambda results: arm.planned(list(results.values())),
         key_of=key_of,
         workers=workers,
-        save_every=None,
     )
 
 

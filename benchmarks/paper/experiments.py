@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
@@ -15,22 +15,15 @@ TABLE2 = ("SGD", "AdamS", "Adam", "AMSGrad", "AdamW", "AdaBound", "Padam", "Yogi
 LAMBDA1, LAMBDA2 = 5e-4, 1e-4
 
 
-@dataclass(frozen=True)
-class Experiment:
-    what: str
-    last_epoch_only: bool = False
-
-
 EXPERIMENTS = {
-    "tuned": Experiment("test errors with lambda tuned on a validation part, and at equal total decay (table 1)"),
-    "tuned-unaugmented": Experiment("the same without augmentation"),
-    "tuned-lstm": Experiment("the same for language modelling (figure 13)"),
-    "table1": Experiment("test errors of all optimizers, lambda 5e-4 (table 1)"),
-    "table2": Experiment("the same with lambda 1e-4 (table 2)"),
-    "gradnorm": Experiment("gradient norms with and without weight decay (figures 2, 3)"),
-    "schedule": Experiment("the schedule, the gradient norm and the loss (figures 4, 5)"),
-    "basin": Experiment("test errors over lr and weight decay (figures 10, 11, 16)", last_epoch_only=True),
-    "cosine": Experiment("cosine annealing with warm restarts (figures 12, 20)"),
+    "tuned": "test errors with lambda tuned on a validation part, and at equal total decay (table 1)",
+    "tuned-unaugmented": "the same without augmentation",
+    "table1": "test errors of all optimizers, lambda 5e-4 (table 1)",
+    "table2": "the same with lambda 1e-4 (table 2)",
+    "gradnorm": "gradient norms with and without weight decay (figures 2, 3)",
+    "schedule": "the schedule, the gradient norm and the loss (figures 4, 5)",
+    "basin": "test errors over lr and weight decay (figures 10, 11, 16)",
+    "cosine": "cosine annealing with warm restarts (figures 12, 20)",
 }
 
 Preset = dict[str, Search | list[Run]]  # runs are without their seeds
@@ -62,14 +55,12 @@ def cifar10(model: str) -> Run:
 RESNET18, VGG16_BN, VGG16 = (cifar10(model) for model in ("resnet18", "vgg16-bn", "vgg16"))
 RESNET34 = Run("cifar100", "resnet34", 200, 128, (100, 150), augment=True)
 CIFAR = [RESNET18, VGG16_BN, RESNET34]
-TREEBANK = Run("penn-treebank", "lstm", 40, 20)
 HELD_OUT = replace(RESNET18, held_out=5000)
 HALF_DECADES = dict.fromkeys(THREE, (5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3))
 
 PAPER: Preset = {
     "tuned": Search(HELD_OUT, HALF_DECADES),
     "tuned-unaugmented": Search(replace(HELD_OUT, augment=False), HALF_DECADES),
-    "tuned-lstm": Search(TREEBANK, dict.fromkeys(THREE, (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)), lr=1e-3),
     "table1": grid(CIFAR, TABLE1, [LAMBDA1]),
     "table2": grid(CIFAR, TABLE2, [LAMBDA2]),
     "gradnorm": grid([RESNET18], ("AdamW", "Adam", "SGD"), (0.0, 1e-4, 5e-4, 1e-3))
@@ -85,17 +76,15 @@ PAPER: Preset = {
     ),
 }
 
-FASHION = Run("fashion-mnist", "small-resnet", 10, 50, (4, 8), limit=3000, evaluate_every=10)
-SHORT_FASHION = Run("fashion-mnist", "small-resnet", 5, 32, (2, 4), limit=1500, evaluate_every=5)
 DIGITS = Run("digits", "small-resnet", 15, 32, (6, 12))
 BN, NO_BN = replace(DIGITS, model="small-vgg-bn"), replace(DIGITS, model="small-vgg")
 
 QUICK: Preset = {
-    "table1": grid([FASHION], TABLE1, [LAMBDA1]),
-    "table2": grid([FASHION], TABLE2, [LAMBDA2]),
+    "table1": grid([DIGITS], TABLE1, [LAMBDA1]),
+    "table2": grid([DIGITS], TABLE2, [LAMBDA2]),
     "gradnorm": grid([DIGITS], ("AdamW", "Adam", "SGD"), (0.0, 5e-4, 5e-3)) + grid([BN, NO_BN], ["AdamW"], (0.0, 5e-3)),
     "schedule": grid([DIGITS], ["AdamW"], [LAMBDA1]) + grid([DIGITS], ["AdamS"], (5e-5, 5e-4, 5e-3)),
-    "basin": grid([SHORT_FASHION], THREE, (5e-4, 5e-3, 5e-2), (1e-3, 3e-3, 1e-2)),
+    "basin": grid([replace(DIGITS, epochs=5, milestones=(2, 4))], THREE, (5e-4, 5e-3, 5e-2), (1e-3, 3e-3, 1e-2)),
     "cosine": grid([replace(DIGITS, epochs=14, milestones=(), cosine=(2, 2))], THREE, (5e-4, 5e-3)),
 }
 
@@ -103,19 +92,11 @@ QUICK: Preset = {
 IMAGES = Run("cifar10-subset", "large-resnet", 30, 64, (12, 24), augment=True, evaluate_every=6, held_out=2000)
 # Few images, small batches and no augmentation, so that a short run overfits.
 FEW_IMAGES = Run("cifar10-subset", "medium-resnet", 12, 32, (5, 10), limit=4000, evaluate_every=6, held_out=2000)
-WORDS = Run("penn-treebank-4000", "medium-lstm", 12, 20, limit=100_000, evaluate_every=4)
-
-
 FROM_15, FROM_5 = (1.5e-4, 5e-4, 1.5e-3, 5e-3), (5e-4, 1.5e-3, 5e-3, 1.5e-2)
 
 REAL: Preset = {
     "tuned": Search(IMAGES, {"Adam": FROM_15, "AdamW": FROM_15, "AdamS": (1.5e-3, 5e-3, 1.5e-2, 5e-2)}),
     "tuned-unaugmented": Search(FEW_IMAGES, {"Adam": FROM_5, "AdamW": FROM_5, "AdamS": (5e-3, 1.5e-2, 5e-2, 1.5e-1)}),
-    "tuned-lstm": Search(
-        WORDS,
-        {"Adam": (1e-6, 3e-6, 1e-5, 3e-5), "AdamW": (3e-5, 1e-4, 3e-4, 1e-3), "AdamS": (1e-5, 3e-5, 1e-4, 3e-4)},
-        lr=3e-3,
-    ),
     "gradnorm": grid([FEW_IMAGES], ("AdamW", "Adam"), (0.0, 5e-4, 5e-3)),
 }
 
@@ -123,21 +104,15 @@ REAL: Preset = {
 def tiny(experiment: Search | list[Run]) -> Search | list[Run]:
     """Returns the same experiment on noise, for as few epochs as let it be drawn."""
     if isinstance(experiment, Search):
-        task = shrunk(experiment.task)
-        task = replace(task, held_out=60 if task.data == "noise-text" else 8)
-        return replace(experiment, task=task, decays={name: decays[:2] for name, decays in experiment.decays.items()})
+        decays = {name: decays[:2] for name, decays in experiment.decays.items()}
+        return Search(replace(shrunk(experiment.task), held_out=8), decays)
     return list(dict.fromkeys(map(shrunk, experiment)))
 
 
 def shrunk(run: Run) -> Run:
-    data, batch_size = ("noise-text", 4) if "lstm" in run.model else ("noise", 8)
-    epochs, cosine = max(1, run.epochs // 5), (1, 2) if run.cosine else ()
-    few = replace(run, data=data, batch_size=batch_size, epochs=epochs, cosine=cosine, limit=0, held_out=0)
-    return replace(
-        few,
-        milestones=(1, 2)[:epochs] if run.milestones else (),
-        model=run.model.replace("large", "small"),
-    )
+    epochs, model = max(1, run.epochs // 5), run.model.replace("large", "small")
+    changes = {"milestones": (1, 2)[:epochs] if run.milestones else (), "cosine": (1, 2) if run.cosine else ()}
+    return replace(run, data="noise", model=model, epochs=epochs, batch_size=8, limit=0, held_out=0, **changes)
 
 
 PRESETS = {

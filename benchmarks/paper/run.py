@@ -25,9 +25,9 @@ class Run:
     batch_size: int
     milestones: tuple[int, ...] = ()  # epochs after which lr is divided by ten
     cosine: tuple[int, ...] = ()  # epochs of the first cycle, and how many times longer each next one is
-    limit: int = 0  # training images or tokens, 0 for all
+    limit: int = 0  # training images, 0 for all
     augment: bool = False
-    held_out: int = 0  # last training images or tokens that are for validation and not trained on
+    held_out: int = 0  # last training images, which are for validation and not trained on
     part: str = "test"  # or "validation": what the run is tested on; the other one is then not even looked at
     evaluate_every: int = 1  # epochs; the last one always
     optimizer: str = ""

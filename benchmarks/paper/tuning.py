@@ -34,17 +34,16 @@ class Search:
 
     task: Run
     decays: Mapping[str, tuple[float, ...]]
-    lr: float | None = None
 
     def validating(self, optimizer: str, decay: float) -> Run:
-        return replace(self.task, part="validation").run(optimizer, decay, lr=self.lr)
+        return replace(self.task, part="validation").run(optimizer, decay)
 
     def planned(self, seeds: Sequence[int], results: Mapping[str, Result]) -> list[Planned]:
         """Returns all runs that the finished ones let us name, those for validation first."""
         tuning, matching, finals, best = list[Planned](), list[Planned](), list[Planned](), dict[str, float]()
 
         def final(optimizer: str, decay: float, role: str) -> None:
-            finals.extend(Planned(self.task.run(optimizer, decay, seed, self.lr), role) for seed in seeds)
+            finals.extend(Planned(self.task.run(optimizer, decay, seed), role) for seed in seeds)
 
         final("Adam", 0.0, NO_DECAY)
         for optimizer in self.decays:
@@ -65,7 +64,11 @@ class Search:
         """Of the validation runs that are finished."""
         wanted = self.validating(optimizer, 0.0)
         runs = [(run_of(result), result) for result in results.values()]
-        return {run.weight_decay: score(r) for run, r in runs if replace(run, weight_decay=0.0) == wanted}
+        return {
+            run.weight_decay: result["points"][-1]["test_error"]
+            for run, result in runs
+            if replace(run, weight_decay=0.0) == wanted
+        }
 
     def matched(
         self, target: float, known: list[Result], results: Mapping[str, Result], matching: list[Planned]
@@ -87,13 +90,6 @@ class Search:
 def run_of(result: Result) -> Run:
     values: dict[str, Any] = result["run"]
     return Run(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-
-
-def score(result: Result) -> float:
-    """The error of a classifier, the loss of a language model; infinite where the run diverged."""
-    last = result["points"][-1]
-    value = last["test_loss"] if math.isnan(last["test_error"]) else last["test_error"]
-    return math.inf if math.isnan(value) else float(value)
 
 
 def total_decay(result: Result) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 import torch
@@ -104,7 +103,6 @@ def contenders(kernels: str) -> Mapping[str, Contender]:
     clip: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
     coded: dict[str, Any] = {"state_dtype": "8bit"}
     torchao = Contender(TORCHAO, "compile", None, PEER, peer_of("torchao.optim", "AdamW8bit"))
-    has_outliers = "outliers" in signature(FusedAdamS).parameters
     found = (
         Contender(PEER, "fused", 28, PEER, adamw),
         ours("exact", 32),
@@ -114,7 +112,7 @@ def contenders(kernels: str) -> Mapping[str, Contender]:
         ours("lagged 8bit", 16.06, **lagged, **coded),
         Contender(CLIPPED_PEER, "fused", 40, CLIPPED_PEER, adamw, clips_before=True),
         ours("exact + clip", 32, **clip),
-        *([ours("exact + clip + outliers", 32, outliers="skip", **clip)] if has_outliers else ()),
+        ours("exact + clip + outliers", 32, outliers="skip", **clip),
         ours("exact", None, "torch"),
         ours("lagged", None, "torch", **lagged),
         ours("exact + clip", None, "torch", **clip),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -231,19 +231,12 @@ def times_table(rows: Sequence[Row], title: str, show: Mapping[str, str]) -> Tab
     return table(f"{title}, {rows[0]['repeats']} rounds", headings, cells, f"ratio: to {peers}")
 
 
-def crossed(
-    rows: Sequence[Row],
-    title: str,
-    row_of: Callable[[Row], Hashable],
-    column_of: Callable[[Row], Hashable],
-    cell: Callable[[Row], str],
-    caption: str = "",
-) -> Table:
+def crossed(rows: Sequence[Row], title: str, down: str, across: str, cell: Callable[[Row], str]) -> Table:
     """A table of two ways, each in the order in which the rows come."""
-    names, columns = dict.fromkeys(map(row_of, rows)), dict.fromkeys(map(column_of, rows))
-    cells = {(row_of(row), column_of(row)): cell(row) for row in rows}
-    headings = ["", *(str(column).replace(" ", "\n") for column in columns)]
-    return table(title, headings, [[str(n), *(cells.get((n, c), "") for c in columns)] for n in names], caption)
+    names, columns = (dict.fromkeys(str(row[key]) for row in rows) for key in (down, across))
+    cells = {(row[down], row[across]): cell(row) for row in rows}
+    headings = ["", *(column.replace(" ", "\n") for column in columns)]
+    return table(title, headings, [[name, *(cells.get((name, column), "") for column in columns)] for name in names])
 
 
 def milliseconds(seconds: float) -> str:

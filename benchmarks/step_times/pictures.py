@@ -1,12 +1,9 @@
-"""Draws the pictures of step times from their CSV files. Nothing here measures.
-
-python -m benchmarks.step_times.pictures CSV [PNG]
-"""
+"""Draws the pictures of step times from their CSV files. Nothing here measures."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -41,15 +38,7 @@ LEAST_RANGE = 0.75, 1.5  # of the ratios' axis, where all are near 1
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)
 
 
-def plot_step_time(path: Path, picture: Path | None = None) -> Path:
-    return plot_ratios(path, picture, "All contenders take turns.")
-
-
-def plot_sharded_step(path: Path, picture: Path | None = None) -> Path:
-    return plot_ratios(path, picture, "Time of the slowest rank. FSDP2, gloo on loopback, one thread a rank.")
-
-
-def plot_ratios(path: Path, picture: Path | None, note: str) -> Path:
+def plot_ratios(path: Path, picture: Path | None = None, *, note: str) -> Path:
     """Draws a panel for each contender that others are compared with, and in it a row for each suite."""
     rows = read_rows(path)
     ranks = {row["ranks"] for row in rows if "ranks" in row}
@@ -72,6 +61,10 @@ def plot_ratios(path: Path, picture: Path | None, note: str) -> Path:
     repeats = ", ".join(f"{label.splitlines()[0]} {n}" for label, n in {r["label"]: r["repeats"] for r in rows}.items())
     note = f"Ratio of medians, lines: quartiles. {note} float32. Repeats: {repeats}."
     return save(figure, picture or path.with_suffix(".png"), f"{note} {measured_on(rows)}")
+
+
+plot_step_time = partial(plot_ratios, note="All contenders take turns.")
+plot_sharded_step = partial(plot_ratios, note="Time of the slowest rank. FSDP2, gloo on loopback, one thread a rank.")
 
 
 def colours_of(contenders: Sequence[str]) -> dict[str, str]:
@@ -119,13 +112,3 @@ def draw_ratio(axis: Axes, row: Row, position: float, peer_median: float, colour
 
 def count(number: str) -> str:
     return f"{int(number):,}" if int(number) < 1e6 else f"{int(number) / 1e6:.2f}M"
-
-
-PICTURES: dict[str, Callable[[Path, Path | None], Path]] = {
-    "step_time": plot_step_time,
-    "sharded_step": plot_sharded_step,
-}
-
-if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    print(f"Wrote {PICTURES[given.stem](given, Path(sys.argv[2]) if len(sys.argv) > 2 else None)}")

@@ -16,9 +16,6 @@ class Interval:
     low: float
     high: float
 
-    def contains(self, value: float) -> bool:
-        return not (value < self.low or value > self.high)  # also where one run has no interval
-
     def shown(self, form: str) -> str:
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 

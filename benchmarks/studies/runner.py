@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -16,8 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.conditions import OtherLoad, conditions
-from benchmarks.paper.data.folders import DataError
-from benchmarks.studies.checkpoint import SAVE_EVERY, Checkpoint
+from benchmarks.paper.data.cifar import DataError
 from benchmarks.studies.store import Record, Store
 
 
@@ -32,7 +32,7 @@ CONDITIONS = (
     *("seconds", "warnings", "threads", "device", "cpu", "cores", "other_load", "huge_pages"),
     *("torch", "swd_fused", "python", "date"),
 )
-Train = Callable[[Any, Checkpoint], Record]
+Train = Callable[[Any], Record]
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Study:
     """What is trained, and in which order.
 
     `planned` names all runs that the finished ones let it name, in the order in which they are wanted: so a study goes
-    on wherever it was interrupted.
+    on with the first run that is missing. What was interrupted is repeated: no run is trained by two versions of the
+    code.
     """
 
     name: str
@@ -51,17 +52,11 @@ class Study:
     workers: int = 1
     threads: int = 1  # of each worker: a second one gains these small nets less than a second run
     device: str = "cpu"
-    save_every: float | None = SAVE_EVERY  # seconds; None repeats what was interrupted
     results: Results = field(default_factory=dict)
 
     def load(self) -> Results:
         self.results = {self.key_of(record): record for record in self.store.read()}
         return self.results
-
-    def checkpoint(self, run: Run) -> Checkpoint:
-        if self.save_every is None:
-            return Checkpoint()
-        return Checkpoint(self.store.path.parent / f"{run.key}.checkpoint".replace(" ", "_"), self.save_every)
 
     def carry_out(self, console: Console) -> Results:
         with self.store.locked(), workers(self) as pool:
@@ -76,14 +71,13 @@ class Study:
             planned = {run.key: run for run in self.planned(self.results)}
             begun = {run.key for run in under_way.values()} | self.results.keys()
             for run in [run for key, run in planned.items() if key not in begun][: self.workers - len(under_way)]:
-                under_way[pool.submit(work, self.train, run, self.checkpoint(run), self.device)] = run
+                under_way[pool.submit(work, self.train, run, self.device)] = run
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 run, record = under_way.pop(future), future.result()
                 self.store.append(record)
                 self.results[run.key] = record
-                self.checkpoint(run).remove()
                 ended += 1
                 count = sum(key in self.results for key in planned)
                 left = (time.monotonic() - began) / ended * (len(planned) - count) / 3600
@@ -100,12 +94,13 @@ def shortened(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
 
 
-def work(train: Train, run: Run, checkpoint: Checkpoint, device: str) -> Record:
-    load = OtherLoad()
+def work(train: Train, run: Run, device: str) -> Record:
+    load, began = OtherLoad(), time.monotonic()
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-    with checkpoint.counting():
-        record = train(run, checkpoint)
-        took = {"seconds": round(checkpoint.seconds, 2), "warnings": len(checkpoint.warnings)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record = train(run)
+    took = {"seconds": round(time.monotonic() - began, 2), "warnings": len(caught)}
     return {"key": run.key, **record, **took, **conditions(load, name)}
 
 
@@ -132,7 +127,7 @@ def workers(study: Study) -> Iterator[Executor]:
     with ProcessPoolExecutor(study.workers, context, _begin, (study.threads,)) as pool:
         try:
             yield pool
-        except BaseException:  # an interrupt too: what is being trained goes on from its checkpoint another time
+        except BaseException:  # an interrupt too: what is being trained is repeated another time
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()

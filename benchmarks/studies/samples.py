@@ -33,9 +33,3 @@ def noisy_digits(data: Tensors, size: int, generator: torch.Generator) -> Batch:
     """New noise in each batch, so that 1,347 images cannot be learnt by heart."""
     chosen = torch.randint(len(data.train_labels), (size,), generator=generator)
     return noisy(data.train_images[chosen], generator), data.train_labels[chosen]
-
-
-def windows_of(tokens: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """Random stretches of a text, each one token longer than the context, since each token is also a target."""
-    starts = torch.randint(len(tokens) - context, (count, 1), generator=generator)
-    return tokens[starts + torch.arange(context + 1)]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.data.folders import DataError
+from benchmarks.paper.data.cifar import DataError
 
 Record = Mapping[str, Any]
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from benchmarks.studies.checkpoint import Checkpoint
-
 Point = dict[str, Any]
 
 
@@ -84,36 +82,15 @@ class Lesson:
             "summed_decay": self.summed_decay,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Between windows, where there are no sums."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "lr_schedule": self.lr_schedule}
-        states: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
-        return {**states, "generator": self.generator.get_state(), "steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.lr_schedule.load_state_dict(state["lr_schedule"])
-        self.generator.set_state(state["generator"])
-        self.steps = state["steps"]
-
-
-def train(lesson: Lesson, checkpoint: Checkpoint | None = None) -> list[Point]:
-    checkpoint = checkpoint or Checkpoint()
+def train(lesson: Lesson) -> list[Point]:
     points: list[Point] = []
-    found = checkpoint.load()
-    if found is not None:
-        lesson.load_state_dict(found["lesson"])
-        points = found["points"]
-    for steps in lesson.windows[len(points) :]:
+    for steps in lesson.windows:
         lesson.begin_window()
         lesson.model.train()
         for batch in islice(lesson.batches(), steps):
             lesson.step(batch)
         points.append(lesson.point(len(points) + 1 == len(lesson.windows)))
-        # The last one at once: what a study computes after it may need more memory than there is.
-        is_last = len(points) == len(lesson.windows)
-        checkpoint.save(lambda: {"lesson": lesson.state_dict(), "points": points}, at_once=is_last)
     return points
 
 

@@ -11,7 +11,6 @@ from swd_fused import FusedAdamS
 Group = dict[str, Any]
 
 NO_DECAY, ADAMW, ADAMS, ADAMC = "no decay", "AdamW", "AdamS", "AdamC"
-CORRECTED_ADAMS, CAUTIOUS_ADAMW, CAUTIOUS_ADAMS = "corrected AdamS", "cautious AdamW", "cautious AdamS"
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class Contender:
 
     @property
     def scheduled(self) -> bool:
-        return self.options.get("decay", "scheduled") == "scheduled"
+        return "decay" not in self.options
 
     @property
     def cautious(self) -> bool:
-        return bool(self.options.get("cautious_decay", False))
+        return "cautious_decay" in self.options
 
     def build(
         self, groups: Sequence[Group], lr: float, decay: float, betas: tuple[float, float], calibration_steps: int
@@ -44,33 +43,24 @@ class Contender:
 
         `groups` are as `param_groups(corrected_decay=True)` makes them.
         """
+        calibration = {"adamw_weight_decay": decay, "calibration_steps": calibration_steps} if self.scheduled else {}
         own = [self._own(group, decay) for group in groups]
-        options = dict(self.options)
-        if self.scheduled:
-            options.update(adamw_weight_decay=decay, calibration_steps=calibration_steps)
-        return FusedAdamS(own, lr=lr, betas=betas, **options)
+        return FusedAdamS(own, lr=lr, betas=betas, **self.options, **calibration)
 
     def _own(self, group: Group, decay: float) -> Group:
-        decays = group["weight_decay"] > 0
         corrected = self.corrected and group.get("corrected_decay", False)
-        return {**group, "weight_decay": decay if decays else 0.0, "corrected_decay": corrected}
+        return {**group, "weight_decay": decay if group["weight_decay"] > 0 else 0.0, "corrected_decay": corrected}
 
 
-DECOUPLED = {"decay": "decoupled"}
-CAUTIOUS = {"cautious_decay": True}
-
+DECOUPLED, CAUTIOUS = {"decay": "decoupled"}, {"cautious_decay": True}
 CONTENDERS = (
     Contender(NO_DECAY, DECOUPLED),
     Contender(ADAMW, DECOUPLED, exponent=-1 / 2),
     Contender(ADAMS, exponent=-1 / 3),
     Contender(ADAMC, DECOUPLED, corrected=True, exponent=0.0),
-    Contender(CORRECTED_ADAMS, corrected=True, exponent=0.0),
-    Contender(CAUTIOUS_ADAMW, {**DECOUPLED, **CAUTIOUS}, exponent=-1 / 2),
-    Contender(CAUTIOUS_ADAMS, CAUTIOUS, exponent=-1 / 3),
+    Contender("corrected AdamS", corrected=True, exponent=0.0),
+    Contender("cautious AdamW", {**DECOUPLED, **CAUTIOUS}, exponent=-1 / 2),
+    Contender("cautious AdamS", CAUTIOUS, exponent=-1 / 3),
 )
-DECAYING = tuple(contender for contender in CONTENDERS if contender.name != NO_DECAY)
-NAMES = tuple(contender.name for contender in CONTENDERS)
-
-
-def by_name(name: str) -> Contender:
-    return next(contender for contender in CONTENDERS if contender.name == name)
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+DECAYING = CONTENDERS[1:]

@@ -2,114 +2,123 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.paper.data import load_images
+from benchmarks.paper.data import DataError, load_images
 from benchmarks.paper.data.images import Batch, flipped_and_cropped
-from benchmarks.paper.models.resnet import small_resnet
+from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.small_models import SmallGPT
-from benchmarks.studies.samples import digits, noisy, noisy_digits, windows_of
+from benchmarks.studies.samples import digits, noisy, noisy_digits
 from benchmarks.which_decay.contenders import Group
-from benchmarks.which_decay.prose import read_prose
 from swd_fused import param_groups
 
 # For stairs: second moments must forget faster than stages last, and with 0.999 they take 1,000 steps.
 SHORT_MEMORY = (0.9, 0.99)
+DEBIAN_FOLDER = Path("/usr/share/doc/anarchism/markdown")
+SUFFIXES = (".md", ".md.gz", ".txt", ".txt.gz")
 
-HeldOut = Literal["validation", "test"]
 
+class Task:
+    """Tasks also have `model()`, `batch(generator)` and `held_out_loss(model, "validation" or "test")`."""
 
-class Task(Protocol):
     data: str  # what tells its data from others'
     betas: tuple[float, float]
 
-    def model(self) -> nn.Module: ...
-
     def groups(self, model: nn.Module) -> list[Group]:
         """The first one has the layers that a norm follows, to which the correction and the predictions apply."""
+        return param_groups(model, 1.0, corrected_decay=True)
 
-    def batch(self, generator: torch.Generator) -> Any: ...
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
-
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float: ...
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
 
 
-class ProseGPT:
+class ProseGPT(Task):
     """A million parameters, or few to try it out. Predicts bytes; the token embedding is the output layer too."""
 
     betas = (0.9, 0.99)
     batch_size = 8
 
     def __init__(self, text: Path | None, quick: bool) -> None:
-        self.prose = read_prose(text)
-        self.data = self.prose.name
+        path = text or DEBIAN_FOLDER
+        content = prose(path)
+        # Bytes, numbered by which of them occur. A twentieth each for validation and for the test, from the end.
+        bytes_used, tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).unique(return_inverse=True)
+        part = len(content) // 20
+        self.train, self.vocabulary = tokens[: -2 * part], len(bytes_used)
+        self.held_out = {"validation": tokens[-2 * part : -part], "test": tokens[-part:]}
+        self.data = f"{'anarchism' if path == DEBIAN_FOLDER else path.name}, {len(content)} bytes"
         self.context, self.width, self.layers, self.windows = (8, 32, 1, 8) if quick else (64, 128, 5, 512)
 
     def model(self) -> nn.Module:
-        return SmallGPT(self.prose.vocabulary, self.context, self.width, self.layers)
-
-    def groups(self, model: nn.Module) -> list[Group]:
-        return param_groups(model, 1.0, corrected_decay=True)
+        return SmallGPT(self.vocabulary, self.context, self.width, self.layers)
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        return windows_of(self.prose.train, self.batch_size, self.context, generator)
+        return self.stretches(self.train, self.batch_size, generator)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        loss: Tensor = model.loss(batch)  # type: ignore[operator]
-        return loss
+        return model.loss(batch)  # type: ignore[no-any-return, operator]
 
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
-        tokens = self.prose.validation if which == "validation" else self.prose.test
-        windows = windows_of(tokens, self.windows, self.context, torch.Generator().manual_seed(1))
-        losses = [model.loss(part).item() * len(part) for part in windows.split(64)]  # type: ignore[operator]
-        return float(sum(losses)) / self.windows
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
+        windows = self.stretches(self.held_out[which], self.windows, torch.Generator().manual_seed(1))
+        return sum(self.loss(model, part).item() * len(part) for part in windows.split(64)) / self.windows
+
+    def stretches(self, tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Random ones, each one token longer than the context, since each token is also a target."""
+        starts = torch.randint(len(tokens) - self.context, (count, 1), generator=generator)
+        return tokens[starts + torch.arange(self.context + 1)]
 
 
-class CifarResNet:
+def prose(path: Path) -> bytes:
+    """Returns a text, or those of a folder one after another."""
+    if not path.exists():
+        raise DataError(
+            f"{path} is not there, wanted a text or a folder of texts. Name one with --text, or on Debian and Ubuntu: "
+            "apt-get install anarchism"
+        )
+    files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES)) if path.is_dir() else [path]
+    texts = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes() for file in files)
+    content = b"\n".join(texts)
+    if len(content) < 20_000:
+        raise DataError(f"{path} has {len(content)} bytes, wanted a text of at least 20,000.")
+    return content
+
+
+class CifarResNet(Task):
     """20,000 parameters on a subset of CIFAR-10. A tenth of the training images is for validation."""
 
     betas = (0.9, 0.999)
     batch_size, augment = 32, True
 
     def __init__(self, data: Path | None) -> None:
-        images = load_images("cifar10-subset", data, torch.device("cpu"), 0)
-        self.images = images
-        self.train_count = len(images.train_labels) - len(images.train_labels) // 10
-        self.data = f"CIFAR-10, {self.train_count} training images"
+        whole = load_images("cifar10-subset", data, torch.device("cpu"), 0)
+        count = len(whole.train_labels) // 10
+        self.images, self.validation = whole.held_out(count, "test"), whole.held_out(count, "validation")
+        self.data = f"CIFAR-10, {len(self.images.train_labels)} training images"
 
     def model(self) -> nn.Module:
-        model = small_resnet(self.images.channels, self.images.classes, self.images.size)
+        model = IMAGE_MODELS["small-resnet"](self.images.channels, self.images.classes, self.images.size)
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def groups(self, model: nn.Module) -> list[Group]:
-        return param_groups(model, 1.0, corrected_decay=True)
-
     def batch(self, generator: torch.Generator) -> Batch:
-        chosen = torch.randint(self.train_count, (self.batch_size,), generator=generator)
+        chosen = torch.randint(len(self.images.train_labels), (self.batch_size,), generator=generator)
         images = self.images.train_images[chosen]
         if self.augment:
             images = flipped_and_cropped(images, generator)
         return images, self.images.train_labels[chosen]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(model(batch[0]), batch[1])
-
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
-        if which == "validation":
-            images, labels = self.images.train_images[self.train_count :], self.images.train_labels[self.train_count :]
-        else:
-            images, labels = self.images.test_images, self.images.test_labels
-        parts = zip(images.split(500), labels.split(500), strict=True)
-        return sum(cross_entropy(model(x), y, reduction="sum").item() for x, y in parts) / len(labels)
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
+        data = self.validation if which == "validation" else self.images
+        losses = (cross_entropy(model(x), y, reduction="sum").item() for x, y in data.test_batches(500))
+        return sum(losses) / len(data.test_labels)
 
 
 class PlainResNet(CifarResNet):
@@ -119,7 +128,7 @@ class PlainResNet(CifarResNet):
     augment = False
 
 
-class ScaleFreeDigits:
+class ScaleFreeDigits(Task):
     """Digits with noise, which cannot be learnt by heart, and a net in which a norm follows every layer.
 
     The norms have no parameters of their own, and the last one is on the logits. So no weight has a scale, which is
@@ -146,10 +155,7 @@ class ScaleFreeDigits:
     def batch(self, generator: torch.Generator) -> Batch:
         return noisy_digits(self.digits, self.batch_size, generator)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(model(batch[0]), batch[1])
-
-    def held_out_loss(self, model: nn.Module, which: HeldOut) -> float:
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
         images = noisy(self.digits.test_images, torch.Generator().manual_seed(1))
         return cross_entropy(model(images), self.digits.test_labels).item()
 

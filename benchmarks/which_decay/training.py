@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.training import Lesson, Point, lr_of_steps, train
-from benchmarks.which_decay.contenders import by_name
+from benchmarks.which_decay.contenders import BY_NAME
 from benchmarks.which_decay.parts import Run
 from benchmarks.which_decay.tasks import Sources, Task, task_of
 
@@ -29,7 +28,7 @@ class DecayLesson(Lesson):
         groups = task.groups(model)
         self.task = task
         self.normed = [param[1] if isinstance(param, tuple) else param for param in groups[0]["params"]]
-        optimizer = by_name(run.contender).build(groups, schedule.lr, run.decay, task.betas, schedule.warm_up)
+        optimizer = BY_NAME[run.contender].build(groups, schedule.lr, run.decay, task.betas, schedule.warm_up)
         lrs = lr_of_steps(optimizer, lambda step: schedule.at(step) / schedule.lr, schedule.steps)
         super().__init__(model, optimizer, lrs, run.lengths)
         self.generator.manual_seed(run.seed)
@@ -66,9 +65,9 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors)).square().sum()
 
 
-def trained(run: Run, checkpoint: Checkpoint, sources: Sources) -> dict[str, Any]:
+def trained(run: Run, sources: Sources) -> dict[str, Any]:
     lesson = DecayLesson(run, task_of(run.task, sources))
-    points = train(lesson, checkpoint)
+    points = train(lesson)
     count = sum(param.numel() for param in lesson.model.parameters())
     normed = sum(param.numel() for param in lesson.normed)
     return {"run": asdict(run), "points": points, "parameters": count, "normed_parameters": normed}

@@ -18,7 +18,6 @@ from benchmarks.adams_or_adamw.statistics import bootstrap, error_differences, p
 from benchmarks.adams_or_adamw.training import FIELDS, packed, trained, unpacked
 from benchmarks.paper.optimizers import OPTIMIZERS
 from benchmarks.paper.run import Run
-from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.intervals import Interval
 from benchmarks.studies.store import Store
 
@@ -159,8 +158,7 @@ def test_a_run_is_the_same_again_and_starts_as_its_pair_does() -> None:
     task = Run("noise", "small-resnet", 1, 8, limit=8, held_out=8)  # one step: its loss is that of the first weights
     names = ("error", "train_loss", "loss", "weight_norm", "correct", "data")
     first, again, pair = (
-        trained(Planned("A", "counted", contender, 1e-3, 100, task), Checkpoint(), None)
-        for contender in (ADAMS, ADAMS, ADAMW)
+        trained(Planned("A", "counted", contender, 1e-3, 100, task), None) for contender in (ADAMS, ADAMS, ADAMW)
     )
     assert [first[name] for name in names] == [again[name] for name in names]
     assert (first["train_loss"], first["grad_norm"]) == (pair["train_loss"], pair["grad_norm"])

@@ -19,13 +19,13 @@ pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
 from benchmarks.paper import cli
-from benchmarks.paper.data import IMAGES, TEXTS, DataError, load_images, load_text
+from benchmarks.paper.data import IMAGES, load_images
 from benchmarks.paper.experiments import EXPERIMENTS, PRESETS, TABLE1, Search, planned
 from benchmarks.paper.figures import DRAWINGS
-from benchmarks.paper.models import IMAGE_MODELS, LANGUAGE_MODELS
+from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.paper.optimizers import OPTIMIZERS, adamw_weight_decay
 from benchmarks.paper.run import Run
-from benchmarks.paper.training import check_needs, in_columns, lesson_of, stretches
+from benchmarks.paper.training import lesson_of
 from benchmarks.paper.tuning import Planned, total_decay
 from benchmarks.studies.rows import read_rows
 from benchmarks.studies.store import Store
@@ -66,32 +66,6 @@ def test_image_models_have_the_papers_sizes(name: str) -> None:
     assert parameters(model) == COUNTS[name]
     with torch.no_grad():
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_the_lstm_has_the_papers_14_million_parameters_and_carries_its_state() -> None:
-    width, vocabulary = 512, 10_000
-    assert (
-        parameters(LANGUAGE_MODELS["lstm"](vocabulary))
-        == 14_452_496
-        == (vocabulary * width + 2 * 4 * (2 * width * width + 2 * width) + vocabulary * (width + 1))
-    )
-    model = LANGUAGE_MODELS["small-lstm"](11).eval()
-    tokens = torch.randint(11, (6, 3))
-    with torch.no_grad():
-        whole, _ = model(tokens, model.no_hidden(3, CPU))
-        first, hidden = model(tokens[:4], model.no_hidden(3, CPU))
-        second, _ = model(tokens[4:], hidden)
-    torch.testing.assert_close(torch.cat([first, second]), whole)
-
-
-def test_text_is_cut_into_columns_and_every_word_but_the_first_is_a_target() -> None:
-    text = in_columns(torch.arange(203), 2, "a text")
-    assert text[:3].tolist() == [[0, 101], [1, 102], [2, 103]]
-    pieces = list(stretches(text))
-    assert [len(tokens) for tokens, _ in pieces] == [35, 35, 30]
-    assert all(torch.equal(tokens + 1, targets) for tokens, targets in pieces)
-    with pytest.raises(DataError, match=r"a text has 5 words, too short .* wanted 6 words"):
-        in_columns(torch.arange(5), 3, "a text")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -213,12 +187,8 @@ def test_the_paper_preset_has_the_papers_settings() -> None:
     assert {run.weight_decay for run in runs["table2"]} == {1e-4}
     assert {(run.epochs, run.cosine) for run in runs["cosine"]} == {(210, (14, 2))}
     assert all(len(set(of)) == len(of) for of in runs.values())
-    assert {run.data for of in PRESETS["real"] for run, _ in planned(PRESETS["real"][of], SEEDS, {})} == {
-        "cifar10-subset",
-        "penn-treebank-4000",
-    }
-    data = {run.data for of in PRESETS["quick"] for run, _ in planned(PRESETS["quick"][of], SEEDS, {})}
-    assert data == {"fashion-mnist", "digits"}
+    for name, data in (("real", "cifar10-subset"), ("quick", "digits")):
+        assert {run.data for of in PRESETS[name].values() for run, _ in planned(of, SEEDS, {})} == {data}
 
 
 def test_every_experiment_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,33 +229,24 @@ def test_figure_is_drawn_from_the_stored_csv(stored: Path, tmp_path: Path) -> No
     assert (tmp_path / stored.name).read_bytes() == stored.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["tuned", "tuned-lstm"])
-def test_tuning_never_reads_the_test_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_never_reads_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """With test data that would break any run that looks at them, tuning gives the same numbers."""
-    search = PRESETS["tiny"][name]
+    search, data = PRESETS["tiny"]["tuned"], IMAGES["noise"](None)
     assert isinstance(search, Search)
-    images, text = IMAGES["noise"], TEXTS["noise-text"]
     runs = [run for run, role in search.planned(SEEDS, {}) if role == "tuning"]
     results = []
-    for spoilt in (False, True):
+    for images in (data, replace(data, test_images=torch.full((16, 1, 8, 8), math.nan))):
         load_images.cache_clear()
-        load_text.cache_clear()
-        if spoilt:
-            spoilt_images = replace(images(None), test_images=torch.full((16, 1, 8, 8), math.nan))
-            monkeypatch.setitem(IMAGES, "noise", lambda root, data=spoilt_images: data)
-            monkeypatch.setitem(TEXTS, "noise-text", lambda root: replace(text(root), test=torch.full((100,), 10**9)))
+        monkeypatch.setitem(IMAGES, "noise", lambda root, images=images: images)
         results.append(repr([train(lesson_of(run, None, CPU)) for run in runs]))
     load_images.cache_clear()
-    load_text.cache_clear()
     assert results[0] == results[1]
 
 
 def test_missing_data_are_noticed_before_anything_is_trained(tmp_path: Path) -> None:
-    paper = PRESETS["paper"]
-    for message, name, index in (("CIFAR-100", "schedule", -1), ("Penn TreeBank", "tuned-lstm", 0)):
-        with pytest.raises(DataError, match=message):
-            check_needs([RUN, planned(paper[name], [0], {})[index].run], tmp_path)
-    with pytest.raises(SystemExit, match=r"CIFAR-10.*--data DIR"):
-        cli.main(
-            ["table1", "--preset", "paper", "--task", "cifar10/resnet18", "--device", "cpu", "--out", str(tmp_path)]
-        )
+    arguments = ["--preset", "paper", "--device", "cpu", "--out", str(tmp_path)]
+    for task, message in (("cifar10/resnet18", r"CIFAR-10.*--data DIR"), ("cifar100/resnet34", "CIFAR-100")):
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["table1", "--task", task, *arguments])
+    with pytest.raises(SystemExit):
+        cli.main(["table1", "--task", "cifar10/none", *arguments])

@@ -148,9 +148,9 @@ def test_pytest_benchmark_answers_the_question() -> None:
     assert max(len(line) for line in printed.splitlines() if line.startswith(("test_", "---", "1000x"))) <= 100
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", ["step_time", "sharded_step"])
 def test_stored_results_can_be_drawn_again(name: str, tmp_path: Path) -> None:
-    picture = pictures.PICTURES[name](RESULTS / f"{name}.csv", tmp_path / "new" / "picture.png")
+    picture = getattr(pictures, f"plot_{name}")(RESULTS / f"{name}.csv", tmp_path / "new" / "picture.png")
     assert picture.read_bytes().startswith(PNG)
 
 

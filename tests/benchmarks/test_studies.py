@@ -22,87 +22,20 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_optimizer")
 pytest.importorskip("sklearn")
 
+
 from benchmarks.paper import cli
 from benchmarks.paper.data import DataError
 from benchmarks.paper.run import Run
-from benchmarks.paper.training import lesson_of
-from benchmarks.studies.checkpoint import Checkpoint
 from benchmarks.studies.intervals import t_interval
 from benchmarks.studies.runner import Results, Study
 from benchmarks.studies.store import Store
-from benchmarks.studies.training import train
 from benchmarks.studies.tuning import searched
-from benchmarks.which_decay.contenders import ADAMC, ADAMS
-from benchmarks.which_decay.lr_schedules import stairs
-from benchmarks.which_decay.parts import Run as DecayRun
-from benchmarks.which_decay.tasks import ScaleFreeDigits
-from benchmarks.which_decay.training import DecayLesson
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 IMAGES = Run("noise", "small-resnet", 4, 8, milestones=(1, 2)).run("AdamS", 5e-3, seed=3)
-AUGMENTED = replace(IMAGES, augment=True, evaluate_every=2, milestones=(), cosine=(1, 2))
-TEXT = Run("noise-text", "small-lstm", 3, 4).run("AdamS", 5e-5, seed=3)  # with dropout
-STAIRS = stairs(0.01, (1, 2), 80, 0, 1)
-
-
-# --- A run
-
-
-class Interrupted(BaseException):
-    pass
-
-
-def interrupted_after(windows: int, lesson: Any) -> Any:
-    """Ends training in the window after these, whose checkpoint is the last one."""
-    measured = lesson.point
-
-    def point(is_last: bool) -> Any:
-        if lesson.steps > sum(lesson.windows[:windows]):
-            raise Interrupted
-        return measured(is_last)
-
-    lesson.point = point
-    return lesson
-
-
-def paper_lesson(run: Run) -> Any:
-    torch.manual_seed(12345)  # what was drawn in the process before must not matter
-    return lesson_of(run, None, CPU)
-
-
-def decay_lesson(contender: str) -> Any:
-    return DecayLesson(DecayRun("digits", "digits", contender, 5.0, 0, STAIRS, 20), ScaleFreeDigits())
-
-
-LESSONS: dict[str, Callable[[], Any]] = {
-    "images": lambda: paper_lesson(IMAGES),
-    "augmented, cosine": lambda: paper_lesson(AUGMENTED),
-    "text": lambda: paper_lesson(TEXT),
-    **{name: lambda name=name: paper_lesson(replace(IMAGES, optimizer=name)) for name in ("SGDS", "Padam", "Yogi")},  # type: ignore[misc]
-    "calibrated": lambda: decay_lesson(ADAMS),
-    "corrected": lambda: decay_lesson(ADAMC),
-}
-
-
-@pytest.mark.parametrize("name", LESSONS)
-def test_an_interrupted_run_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
-    expected = repr(train(LESSONS[name]()))  # NaN equals NaN
-    path = tmp_path / "checkpoint"
-    for windows in (1, 2):  # twice: the second time from where the first one went on
-        with pytest.raises(Interrupted):
-            train(interrupted_after(windows, LESSONS[name]()), Checkpoint(path, save_every=0.0))
-        assert len(torch.load(path, weights_only=True)["points"]) == windows
-    assert repr(train(LESSONS[name](), Checkpoint(path))) == expected
-
-
-def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "broken.checkpoint"
-    path.write_bytes(b"PK\x03\x04 cut")
-    with pytest.raises(DataError, match=r"broken\.checkpoint cannot be read .* Delete the file"):
-        train(paper_lesson(IMAGES), Checkpoint(path))
 
 
 # --- A study
@@ -132,7 +65,7 @@ def study(out: Path, run: Callable[..., Any], keys: str = "abcd", workers: int =
 def test_a_study_repeats_no_run_and_plans_from_what_is_finished(tmp_path: Path) -> None:
     taken: list[int] = []
 
-    def take(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+    def take(run: Run) -> dict[str, Any]:
         taken.append(run.seed)
         if len(taken) == 3:
             raise KeyboardInterrupt
@@ -155,9 +88,9 @@ def test_a_second_command_is_refused(tmp_path: Path) -> None:
 
 
 def arguments(workers: int, out: Path) -> list[str]:
-    """A few runs of several epochs, saved after each of them."""
+    """A few runs."""
     chosen = ["gradnorm", "--preset", "tiny", "--seeds", "1", "--task", "noise/small-vgg", "--device", "cpu"]
-    return [*chosen, "--save-every", "0", "--workers", str(workers), "--out", str(out)]
+    return [*chosen, "--workers", str(workers), "--out", str(out)]
 
 
 def points(folder: Path) -> dict[str, str]:
@@ -172,16 +105,15 @@ def test_killed_with_its_workers_a_command_goes_on(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    while not list(out.glob("*.checkpoint")) and process.poll() is None:
+    while not (out / "runs.jsonl").exists() or not (out / "runs.jsonl").read_bytes():
+        assert process.poll() is None
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert list(out.glob("*.checkpoint"))
     cli.main(arguments(2, out))
     cli.main(arguments(1, tmp_path / "whole"))
     assert points(out) == points(tmp_path / "whole")
     assert len(Store(out / "runs.jsonl").read()) == len(points(out))  # no run was taken twice
-    assert not list(out.glob("*.checkpoint"))
 
 
 # --- Choosing and counting

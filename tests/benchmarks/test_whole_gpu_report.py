@@ -18,12 +18,10 @@ def test_the_whole_report_quickly(tmp_path: Path) -> None:
     report = (tmp_path / "gpu_report.md").read_text()
     assert code == 0, report
     assert report.count("| agrees, ") == len(gpu_modes.MODES)
-    assert report.count("| ok |") == 4 + len(gpu_report.MEASURED_SUITES)
+    assert report.count("| ok |") == 3 + len(gpu_report.MEASURED_SUITES)
     for name in ("step_time.csv", "modes.csv", "step_time.png"):
         assert (tmp_path / name).stat().st_size
     assert ("nothing ran on hardware" in report) == torch.cuda.get_device_name().startswith("virtual")
-    compiled = len(gpu_modes.kernels_of_modes())
-    assert f"{compiled} of {compiled} kernels" in report
     start = "| FusedAdamS exact (triton) |"
     (launches,) = (line for line in report.splitlines() if line.startswith(start) and line.count("|") == 5)
     kernels, _, waits = (int(cell) for cell in launches.split("|")[2:5])

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, cifar
-from benchmarks.paper.data.fashion_mnist import fashion_mnist
-from benchmarks.paper.data.folders import DataError
+from benchmarks.paper.data.cifar import CIFAR10, CIFAR100, DataError, cifar
 from benchmarks.paper.data.images import Tensors, normalized
-from benchmarks.paper.data.penn_treebank import penn_treebank
-from benchmarks.paper.data.text import Text
 
-__all__ = ["DataError", "Text", "check_images", "load_images", "load_text"]
+__all__ = ["DataError", "check_images", "load_images"]
 
 
 def digits() -> Tensors:
@@ -36,24 +32,12 @@ def noise_images() -> Tensors:
     return Tensors(images[:32], labels[:32], images[32:], labels[32:], classes=3)
 
 
-def noise_text() -> Text:
-    tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
-    return Text(tokens[:200], tokens[200:], vocabulary=7)
-
-
 IMAGES: dict[str, Callable[[Path | None], Tensors]] = {
     "cifar10": partial(cifar, CIFAR10),
     "cifar10-subset": partial(cifar, CIFAR10, of_each=2000, for_testing=5000),  # for two cores: 10,000 train
     "cifar100": partial(cifar, CIFAR100),
-    "fashion-mnist": fashion_mnist,
     "digits": lambda root: digits(),
     "noise": lambda root: noise_images(),
-}
-
-TEXTS: dict[str, Callable[[Path | None], Text]] = {
-    "penn-treebank": penn_treebank,
-    "penn-treebank-4000": partial(penn_treebank, most_words=4000),
-    "noise-text": lambda root: noise_text(),
 }
 
 
@@ -71,11 +55,3 @@ def load_images(
 def check_images(name: str, root: Path | None) -> None:
     """Raises DataError where they could not be loaded. Keeps nothing: workers load what they need."""
     IMAGES[name](root)
-
-
-@lru_cache(maxsize=2)
-def load_text(
-    name: str, root: Path | None, device: torch.device, limit: int, held_out: int = 0, part: str = "test"
-) -> Text:
-    """As `load_images`. A text that has a validation part of its own needs none to be held out."""
-    return TEXTS[name](root).without(held_out).for_testing_on(part).limited(limit).on(device)

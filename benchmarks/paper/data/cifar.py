@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.paper.data.folders import DataError, find_folder
 from benchmarks.paper.data.images import Tensors, normalized
 
 PIXELS = 3 * 32 * 32
+
+
+class DataError(Exception):
+    """Data are missing or are not what their names say. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,32 @@ CIFAR100 = Cifar("CIFAR-100", 100, ("cifar-100-python", "cifar-100-binary"), ("t
 
 def cifar(kind: Cifar, root: Path | None, of_each: int | None = None, for_testing: int | None = None) -> Tensors:
     """`of_each` training file and `for_testing`, the first images are taken: by default all."""
-    binary = [f"{file}.bin" for file in kind.files]
-    places = [] if root is None else [root, root / kind.folders[1]]
-    if any(all((place / file).is_file() for file in binary) for place in places):
-        folder = find_folder(root, [kind.folders[1]], binary, kind.name)
-        parts = [read_binary(folder / file, kind) for file in binary]
-    else:
-        what = f"{kind.name} (its Python version, or {kind.folders[1]})"
-        folder = find_folder(root, [kind.folders[0]], kind.files, what)
-        parts = [read_pickle(folder / file, kind) for file in kind.files]
+    parts = files_of(kind, root)
     counts = [*[of_each] * (len(parts) - 1), for_testing]
     images, labels = [], []
     for (x, y), file, count in zip(parts, kind.files, counts, strict=True):
         if len(x) != len(y) or (len(y) and not 0 <= y.min() <= y.max() < kind.classes):
             raise DataError(
-                f"{folder}: {file} has {len(x)} images and {len(y)} labels, wanted as many labels from 0 to "
+                f"{root}: {file} has {len(x)} images and {len(y)} labels, wanted as many labels from 0 to "
                 f"{kind.classes - 1}."
             )
         images.append(torch.from_numpy(x[:count].copy()).view(-1, 3, 32, 32))
         labels.append(torch.from_numpy(y[:count].astype(np.int64)))
     train, test = normalized(torch.cat(images[:-1]), images[-1])
     return Tensors(train, torch.cat(labels[:-1]), test, labels[-1], kind.classes)
+
+
+def files_of(kind: Cifar, root: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns what the files hold in their order. The binary version comes first where both are there."""
+    for suffix, read in ((".bin", read_binary), ("", read_pickle)):
+        for folder in () if root is None else (root, *(root / name for name in kind.folders)):
+            paths = [folder / f"{file}{suffix}" for file in kind.files]
+            if all(path.is_file() for path in paths):
+                return [read(path, kind) for path in paths]
+    raise DataError(
+        f"{kind.name} is needed: --data DIR, with {kind.files[0]} or {kind.files[0]}.bin and the others in it, or in "
+        f"its folder {' or '.join(kind.folders)}. Got {root}. Nothing is downloaded here."
+    )
 
 
 def read_binary(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:

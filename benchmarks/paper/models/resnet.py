@@ -39,26 +39,3 @@ class ResNet(nn.Sequential):
             layers.append(BasicBlock(inputs, outputs, stride=2 if stage else 1))
             layers += [BasicBlock(outputs, outputs, stride=1) for _ in range(count - 1)]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
-
-
-def resnet18(channels: int, classes: int, size: int) -> ResNet:
-    return ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2))
-
-
-def resnet34(channels: int, classes: int, size: int) -> ResNet:
-    return ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=(3, 4, 6, 3))
-
-
-def small_resnet(channels: int, classes: int, size: int) -> ResNet:
-    """8 layers. The first one halves images larger than 16 x 16, which makes an epoch three times as fast."""
-    return ResNet(channels, classes, widths=(8, 16, 32), blocks=(1, 1, 1), stem_stride=2 if size > 16 else 1)
-
-
-def medium_resnet(channels: int, classes: int, size: int) -> ResNet:
-    """Twice as wide: 78 thousand parameters, and 1.4 times the small one's time."""
-    return ResNet(channels, classes, widths=(16, 32, 64), blocks=(1, 1, 1), stem_stride=2 if size > 16 else 1)
-
-
-def large_resnet(channels: int, classes: int, size: int) -> ResNet:
-    """Twice as wide again: 0.3 million parameters, and 2.7 times the medium one's time."""
-    return ResNet(channels, classes, widths=(32, 64, 128), blocks=(1, 1, 1), stem_stride=2 if size > 16 else 1)

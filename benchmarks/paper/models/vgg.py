@@ -26,23 +26,3 @@ def vgg(channels: int, classes: int, stages: Sequence[Sequence[int]], batch_norm
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
     return model
-
-
-VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-SMALL = ((8,), (16, 16), (32, 32))
-
-
-def vgg16_bn(channels: int, classes: int, size: int) -> nn.Sequential:
-    return vgg(channels, classes, VGG16, batch_norm=True)
-
-
-def vgg16(channels: int, classes: int, size: int) -> nn.Sequential:
-    return vgg(channels, classes, VGG16, batch_norm=False)
-
-
-def small_vgg_bn(channels: int, classes: int, size: int) -> nn.Sequential:
-    return vgg(channels, classes, SMALL, batch_norm=True)
-
-
-def small_vgg(channels: int, classes: int, size: int) -> nn.Sequential:
-    return vgg(channels, classes, SMALL, batch_norm=False)
