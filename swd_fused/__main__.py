@@ -1,4 +1,8 @@
-"""Prints what a bug report needs: versions, devices, and a test of each backend. Use: python -m swd_fused"""
+"""Prints for bug reports versions, devices, and whether each backend agrees with plain PyTorch in float64.
+
+Exits with 1 if a backend does not agree, or if a fused backend is missing that this machine could have: the C++ kernels
+for its CPU, or Triton for its CUDA or ROCm GPU. Use: python -m swd_fused
+"""
 
 from __future__ import annotations
 
@@ -26,26 +30,19 @@ STEPS = 4
 TOLERANCE = 2e-6
 
 
-def versions() -> list[str]:
-    """Returns what runs here, as one line for each layer."""
+def versions_and_devices() -> list[str]:
+    """Returns what runs here, as one line for each layer, for the CPU, and for each GPU."""
     gpu = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     gpu = f"ROCm {torch.version.hip}" if torch.version.hip else gpu
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "not installed"
-    return [
+    triton = next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed")
+    capability = torch.backends.cpu.get_cpu_capability()
+    lines = [
         f"swd_fused {swd_fused.__version__} in {os.path.dirname(swd_fused.__file__)}",
         f"torch     {torch.__version__} ({gpu})",
         f"triton    {triton}",
         f"python    {platform.python_version()} on {platform.platform()}",
+        f"cpu       {platform.machine()}, {capability}, {torch.get_num_threads()} threads",
     ]
-
-
-def devices() -> list[str]:
-    """Returns the CPU and all GPUs, as one line for each."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    lines = [f"cpu       {platform.machine()}, {capability}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         # CUDA's builds have gcnArchName, too: there it is the device's name once more.
@@ -98,14 +95,8 @@ def tested(backend: BackendName, device: str) -> tuple[bool, str]:
 
 def main() -> int:
     """Returns the process's exit code: 1 if a backend differs from the definition, or a fused one is missing."""
-    description = (
-        "Prints versions, devices, and for each backend whether it is available and agrees with plain PyTorch in "
-        "float64. Put the output into bug reports. Exits with 1 if a backend "
-        "does not agree, or if a fused backend is missing that this machine could have: the C++ kernels for its CPU, "
-        "or Triton for its CUDA or ROCm GPU."
-    )
-    argparse.ArgumentParser("python -m swd_fused", description=description).parse_args()
-    print(*versions(), *devices(), sep="\n")
+    argparse.ArgumentParser("python -m swd_fused", description=__doc__).parse_args()
+    print(*versions_and_devices(), sep="\n")
     pairs: list[tuple[BackendName, str]] = [("cpu", "cpu"), ("triton", "cpu"), ("torch", "cpu")]
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()

@@ -41,14 +41,11 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     refuse_exchanged(optimizer.state, "averaged_params()")
     release = optimizer._gradient_release
     if torch._C._current_graph_task_id() != -1 or (release is not None and release.begun is not None):
-        raise RuntimeError(
-            f"{asked} in the middle of a step or within a backward pass, wanted it between steps. Call it after "
-            "optimizer.step()."
-        )
+        raise RuntimeError(f"{asked} in the middle of a step or within a backward pass, wanted it between steps.")
     if graphs.is_capturing_on({param.device for param in optimizer.numbered_params()}):
         raise RuntimeError(
             f"{asked} in the capture of a CUDA graph, wanted it outside. Exchange before an evaluation is captured, "
-            "and whenever it is replayed: parameters stay where they are."
+            "and whenever it is replayed."
         )
     state: dict[Any, Any] = optimizer.state
     weights = [

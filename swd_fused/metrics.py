@@ -161,7 +161,11 @@ def rms_by_param(groups: Groups, state: State, sharded_over: ShardedOver | None)
             tuple(each for each in sharding_of(param, over) if over is None or each is not over.group)
             for (param, _), over in zip(pairs, overs, strict=True)
         ]
-        rows = Collective(shardings, [], device).each(rows, shardings)
+        parts = {sharding: torch.zeros_like(rows) for sharding in shardings}
+        for number, sharding in enumerate(shardings):
+            parts[sharding][number] = rows[number]
+        sums = [(sharding, part.flatten()) for sharding, part in parts.items()]
+        rows = Collective(parts, [], device).total(sums, rows.numel()).view_as(rows)
     means = [total / numel if numel else None for total, numel in rows.tolist()]
     names = chain.from_iterable(group.get("param_names") or [None] * len(group["params"]) for group in groups)
     return {

@@ -63,21 +63,20 @@ class Norms(NamedTuple):
         if options.outliers == "skip":
             return Judgement(norm, is_outlier, is_outlier & (self.skips_in_a_row < MOST_SKIPS_IN_A_ROW), None)
         clipped = torch.where(is_outlier, self.mean + reach.square() / excess, norm)
-        return Judgement(clipped, is_outlier, None, torch.where(is_outlier, clipped / norm, 1.0))
+        clip_factor = torch.where(is_outlier, clipped / norm, 1.0)
+        return Judgement(clipped, is_outlier, torch.zeros_like(is_outlier), clip_factor)
 
     def after(self, judged: Judgement) -> Tensor:
         """Returns the numbers after a step. Its norm enters the averages unless the step is skipped."""
         norm, is_outlier, skips, _ = judged
-        counted = self.counted + 1 if skips is None else self.counted + ~skips
+        counted = self.counted + ~skips
         is_measured = counted <= MEASURED_STEPS
-        weight = torch.where(is_measured, counted.reciprocal(), WEIGHT)
-        if skips is not None:
-            weight = weight * ~skips
+        weight = ~skips * torch.where(is_measured, counted.reciprocal(), WEIGHT)
         mean = self.mean.lerp(norm, weight)
         # From both means it is exact for plain averages (Welford's), from the new one it is ZClip's.
         square = (norm - mean) * (norm - torch.where(is_measured, self.mean, mean))
         variance = self.variance.lerp(square, weight)
-        in_a_row = self.skips_in_a_row if skips is None else (self.skips_in_a_row + 1) * skips
+        in_a_row = (self.skips_in_a_row + 1) * skips
         return torch.stack([mean, variance, counted, in_a_row, self.outliers + is_outlier, self.steps + 1])
 
 
@@ -86,7 +85,7 @@ class Judgement(NamedTuple):
 
     norm: Tensor  # after clipping
     is_outlier: Tensor
-    skips: Tensor | None
+    skips: Tensor
     clip_factor: Tensor | None
 
 
@@ -117,8 +116,7 @@ class OutlierGate(Gate):
 
     def skip(self, found: Tensor, grad_sq: Tensor | None) -> Tensor | None:
         self.skips_anyway = skip = super().skip(found, grad_sq)
-        own = self.judged(grad_sq).skips
-        return skip if skip is None or own is None else torch.maximum(skip, own.to(skip.dtype))
+        return None if skip is None else torch.maximum(skip, self.judged(grad_sq).skips.to(skip.dtype))
 
 
 class OutlierWatch(Observer):

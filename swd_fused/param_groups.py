@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,24 +63,27 @@ def param_groups(
             "what decays. Pass the model itself, not its parameters."
         )
     patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
-    unmatched, by_modules = dict.fromkeys(patterns), _no_decay_by_modules(model)
+    unmatched, by_modules = dict.fromkeys(patterns), []
     params: dict[Tensor, str] = {}
     exempt, embeddings, others = (set[Tensor]() for _ in range(3))
-    for name, param, module in _owned_params(model):
-        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-            raise ValueError(
-                f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer "
-                "known. Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
-            )
-        listed = [pattern for pattern in (*patterns, *by_modules) if fnmatchcase(name, pattern)]
-        for pattern in listed:
-            unmatched.pop(pattern, None)
-        if param.requires_grad:
-            params.setdefault(param, name)
-            is_embedding = _is_embedding(name, module)
-            (embeddings if is_embedding else others).add(param)
-            if listed or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
-                exempt.add(param)
+    for prefix, module in model.named_modules():
+        listed = getattr(module, "no_weight_decay", None)
+        by_modules += [f"{prefix}.{name}".lstrip(".") for name in listed()] if callable(listed) else []
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+                raise ValueError(
+                    f"param_groups got {name}, which FullyShardedDataParallel has flattened: what it was is no longer "
+                    "known. Shard by torch.distributed.fsdp.fully_shard instead, or sort parameters by their names."
+                )
+            matching = [pattern for pattern in (*patterns, *by_modules) if fnmatchcase(name, pattern)]
+            for pattern in matching:
+                unmatched.pop(pattern, None)
+            if param.requires_grad:
+                params.setdefault(param, name)
+                is_embedding = _is_embedding(name, module)
+                (embeddings if is_embedding else others).add(param)
+                if matching or not _is_matrix(name, param, module) or (is_embedding and not decay_embeddings):
+                    exempt.add(param)
     if unmatched:
         raise ValueError(
             f"param_groups got no_decay={list(unmatched)}, which no parameter of {type(model).__name__} is called. "
@@ -115,23 +118,6 @@ def _output_layer(model: nn.Module) -> set[Tensor]:
         if params:
             return params
     return set()
-
-
-def _owned_params(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Yields parameters in the order of `named_parameters`, shared ones once for each module that has them."""
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            yield name, param, module
-
-
-def _no_decay_by_modules(model: nn.Module) -> list[str]:
-    """Returns what modules list in `no_weight_decay()`, as patterns, some of which only their variants match."""
-    patterns = []
-    for prefix, module in model.named_modules():
-        listed = getattr(module, "no_weight_decay", None)
-        if callable(listed):
-            patterns += [f"{prefix}.{name}".lstrip(".") for name in listed()]
-    return patterns
 
 
 def _is_matrix(name: str, param: Tensor, module: nn.Module) -> bool:

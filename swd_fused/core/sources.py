@@ -16,7 +16,7 @@ from swd_fused.core.snapshot import Snapshot, State
 from swd_fused.core.values import Groups
 from swd_fused.devices.transfer import can_be_read, on_device, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective, Reduction
-from swd_fused.distributed.sharding import ShardedOver, Sharding, full_tensor, is_dtensor
+from swd_fused.distributed.sharding import ShardedOver, Sharding, is_dtensor
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
 
@@ -300,7 +300,8 @@ class StepCall(NamedTuple):
         """
         given, numel = self.grad_sumsq, self.numel
         if isinstance(given, Tensor):  # of a sharded model, what clip_grad_norm_ returns is a DTensor
-            given = (full_tensor(given) if is_dtensor(given) else given).detach()
+            whole: Any = given
+            given = (whole.full_tensor() if is_dtensor(whole) else whole).detach()
         if not self._is_sum(given, options.skip_nonfinite):
             raise ValueError(
                 f"step got grad_sumsq={given!r}, wanted one number >= 0, the square of the gradients' norm. NaN is for "

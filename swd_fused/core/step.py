@@ -139,7 +139,8 @@ class Stepper:
         snapshot = next((kept for kept in self._kept if kept.holds(inputs)), None)
         is_new = snapshot is None
         if snapshot is None:
-            graphs.check_prepared({param.device for param in inputs.params})
+            if graphs.is_capturing_on({param.device for param in inputs.params}):
+                raise graphs.first_in_capture("of some parameters, or the first with other state,", "that state")
             snapshot = Snapshot(inputs, self.seams.choose)
         if snapshot is last:
             return snapshot

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
-class _Pinned(threading.local):
-    """Holds what captures of this thread copy from, until their step fetches it."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-
-_pinned = _Pinned()
+_pinned = threading.local()  # tensors that captures of this thread copy from, until their step fetches them
 _weak_reference: Any = StorageWeakRef  # which has no types
 _shared_storages: dict[int, Any] = {}  # weak references by address
 
@@ -45,13 +37,12 @@ def is_capturing_on(devices: Iterable[torch.device]) -> bool:
 
 def keep(pinned: Tensor) -> None:
     """Keeps pinned memory that a graph copies from in each replay, until `kept` is called."""
-    _pinned.tensors.append(pinned)
+    _pinned.__dict__.setdefault("tensors", []).append(pinned)
 
 
 def kept() -> list[Tensor]:
     """Returns the tensors kept since the last call, a refused step's among them. The caller keeps them from now on."""
-    tensors, _pinned.tensors = _pinned.tensors, []
-    return tensors
+    return _pinned.__dict__.pop("tensors", [])  # type: ignore[no-any-return]
 
 
 def share_steps(steps: Iterable[Tensor]) -> None:
@@ -77,17 +68,8 @@ def are_shared(steps: Iterable[Tensor]) -> bool:
     return any(storage is not None and not storage.expired() for storage in found)  # others may have the address since
 
 
-def check_prepared(devices: Iterable[torch.device]) -> None:
-    """Raises if a step for which everything must be set up anew is captured."""
-    if is_capturing_on(devices):
-        raise RuntimeError(
-            "FusedAdamS got the first step of some parameters, or the first with other state, in the capture of a CUDA "
-            "graph, which would start anew in each replay. Take such a step before, on a side stream."
-        )
-
-
 def first_in_capture(step: str, reset: str) -> RuntimeError:
-    """Returns the error for a step that makes what later ones count in."""
+    """Returns the error for a step that makes what later ones go on with."""
     return RuntimeError(
         f"FusedAdamS got the first step {step} in the capture of a CUDA graph, which would set {reset} back in each "
         "replay. Take such a step before, on a side stream."

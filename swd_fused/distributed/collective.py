@@ -47,16 +47,6 @@ class Collective:
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
 
-    def each(self, rows: Tensor, shardings: Sequence[Sharding]) -> Tensor:
-        """Returns rows of numbers, each added up over a sharding of its own. Ranks of a group share these rows."""
-        rows = rows.clone()
-        for group, place in self._places.items():
-            shared = [number for number, sharding in enumerate(shardings) if group in sharding]
-            there = rows[shared].to(place)
-            dist.all_reduce(there, group=group)
-            rows[shared] = there.to(rows.device)
-        return rows
-
 
 class Reduction:
     """Holds sums on their way between ranks. Sums over one group are sent at once; a second group waits for `finish`.

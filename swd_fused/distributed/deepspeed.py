@@ -1,7 +1,4 @@
-"""DeepSpeed's ZeRO 1, 2 and 3 step one flat shard after the other: FusedAdamS is told the norm that the engine knows.
-
-Nothing of DeepSpeed is imported here.
-"""
+"""DeepSpeed's ZeRO steps one flat shard after the other: FusedAdamS is told the norm that the engine knows."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ def follow(engine: Any) -> None:
     if not isinstance(optimizer, FusedAdamS) or not hasattr(zero, "_global_grad_norm"):
         raise TypeError(
             f"follow got an engine whose optimizer is {type(zero).__name__} around {type(optimizer).__name__}, wanted "
-            "ZeRO stage 1, 2 or 3 around FusedAdamS. Without ZeRO nothing is sharded, and there is nothing to follow."
+            "ZeRO stage 1, 2 or 3 around FusedAdamS. Without ZeRO there is nothing to follow."
         )
     if optimizer.max_grad_norm is not None:
         raise ValueError(
-            f"follow got a FusedAdamS with max_grad_norm={optimizer.max_grad_norm}, wanted None: the engine clips. "
+            f"follow got max_grad_norm={optimizer.max_grad_norm}, wanted None: the engine clips. "
             'Put "gradient_clipping" into its config.'
         )
     params = [param for param in engine.module.parameters() if param.requires_grad]

@@ -56,8 +56,7 @@ def refuse_tensor_alone(needed: str) -> None:
         raise ValueError(
             f"FusedAdamS was made by {caller}, whose CPUOffloadOptimizer makes one optimizer for each tensor: {needed} "
             "would be that of a tensor, and wrong. To keep state in host memory use FSDP2's fully_shard(model, "
-            'offload_policy=CPUOffloadPolicy()), on one process too; or decay="decoupled" without max_grad_norm and '
-            "skip_nonfinite."
+            "offload_policy=CPUOffloadPolicy()), on one process too."
         )
 
 
@@ -77,22 +76,20 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
             raise RuntimeError(
                 f"FusedAdamS got parameters of stage {stage.stage_index} of a pipeline of {stage.num_stages}: {needed} "
                 "would be that of this rank's stages, and wrong. To have it over the whole model pass process_group=, "
-                "the pipeline's group, as pp_mesh.get_group() has it. Where each stage is a model of its own after all "
-                "pass a process_group of this rank alone."
+                "the pipeline's group, as pp_mesh.get_group() has it; where each stage is a model of its own, that of "
+                "this rank alone."
             )
     here = [stage for stage, ids in stages.items() if own & ids]
     pipelines = {(stage.group, stage.num_stages) for stage in here}
     indices = {stage.stage_index for stage in here}  # a pipeline of another model has the same ones on this rank
-    elsewhere: set[int] = set()
-    for stage, ids in stages.items():
-        if (stage.group, stage.num_stages) in pipelines and stage.stage_index not in indices:
-            elsewhere |= ids
-    groups = [vars(other).get("param_groups", ()) for other in _instances(sys.modules["swd_fused"].FusedAdamS)]
-    if elsewhere & {id(param) for of_one in groups for group in of_one for param in group["params"]} - own:
+    others = [it for it in stages if (it.group, it.num_stages) in pipelines and it.stage_index not in indices]
+    groups = [vars(each).get("param_groups", ()) for each in _instances(sys.modules["swd_fused"].FusedAdamS)]
+    optimized = {id(param) for of_one in groups for group in of_one for param in group["params"]}
+    if any(stages[other] & optimized - own for other in others):
         raise RuntimeError(
             f"FusedAdamS got parameters of stages {sorted(indices)} of a pipeline of {here[0].num_stages}, and another "
-            f"FusedAdamS on this rank those of other stages: {needed} would be that of some stages, and wrong. Build "
-            "one FusedAdamS for all stages that a rank has."
+            f"FusedAdamS on this rank those of others: {needed} would be that of some stages, and wrong. Build one "
+            "FusedAdamS for all stages that a rank has."
         )
 
 
@@ -104,10 +101,9 @@ def refuse_late_reduction(params: Sequence[Tensor]) -> None:
     own = set(map(id, params))
     name, _ = _mark(params) or (None, None)
     module: Any = sys.modules.get("torch.nn.parallel.distributed")
-    if name is None and module is not None and is_distributed():
-        wrappers = _instances(module.DistributedDataParallel)
-        if any(own.intersection(map(id, wrapper.parameters())) for wrapper in wrappers):
-            name = "DistributedDataParallel"
+    wrappers = _instances(module.DistributedDataParallel) if module is not None and is_distributed() else []
+    if any(own.intersection(map(id, wrapper.parameters())) for wrapper in wrappers):
+        name = "DistributedDataParallel"
     if name is not None:
         raise RuntimeError(
             f"release_gradients got parameters of {name}, which reduces gradients over ranks only after autograd has "

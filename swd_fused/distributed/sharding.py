@@ -85,9 +85,7 @@ def _check_mesh(param: Any, over: ShardedOver | None) -> None:
                 f"FusedAdamS got a parameter of shape {tuple(param.shape)} on ranks {sorted(ranks)} but not on this "
                 f"rank, {rank}, whose mean would differ from theirs. Pass process_group=, the ranks to sum over."
             )
-        return
-    twice = ranks.intersection(dist.get_process_group_ranks(over.group)) - {rank}
-    if twice:
+    elif ranks.intersection(dist.get_process_group_ranks(over.group)) - {rank}:
         raise ValueError(
             f"FusedAdamS got a DTensor of shape {tuple(param.shape)} on ranks {sorted(ranks)} with a process_group of "
             f"{over}: it would be counted twice, since a DTensor knows its own ranks. Leave process_group out, or give "
@@ -108,11 +106,6 @@ def dtensors_in(tensors: Sequence[Tensor]) -> list[Any]:
     return [] if set(map(type, tensors)) <= PLAIN_TYPES else list(filter(is_dtensor, tensors))
 
 
-def full_tensor(tensor: Any) -> Tensor:
-    result: Tensor = tensor.full_tensor()
-    return result
-
-
 def local_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the parameters' local tensors."""
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -123,28 +116,12 @@ def local_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> lis
         )
         if are_placed_alike and set(map(type, locals_)) == {Tensor}:  # and none is on its way between ranks
             return locals_
+    advice = "Call zero_grad() after sharding a model."
     pairs = zip(params, grads, strict=True)
-    return [None if grad is None else _local_grad(param, grad) for param, grad in pairs]
+    return [None if grad is None else redistributed_like(param, grad, advice) for param, grad in pairs]
 
 
 _PLACEMENTS, _MESH = attrgetter("_spec.placements"), attrgetter("_spec.mesh")
-
-
-def _local_grad(param: Any, grad: Any) -> Tensor:
-    """Returns the gradient of `local_tensor(param)`."""
-    if is_dtensor(param) != is_dtensor(grad):
-        raise RuntimeError(
-            f"FusedAdamS got a {type(grad).__name__} as the gradient of a {type(param).__name__} parameter of shape "
-            f"{tuple(param.shape)}, wanted both sharded or both not. Call zero_grad() after sharding a model."
-        )
-    return _local_part_like(param, grad)  # sequence parallel layers leave partial sums, for instance
-
-
-def _local_part_like(param: Any, value: Any) -> Tensor:
-    """Returns what this rank has of a value that is placed as the parameter is."""
-    if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
-        value = value.redistribute(param.device_mesh, param.placements)
-    return local_tensor(value)
 
 
 def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -164,16 +141,23 @@ def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None
     return sharded
 
 
-def redistributed_like(param: Any, value: Any) -> Tensor:
-    """Returns this rank's part of saved state, sharded as the parameter is."""
+LOAD = (
+    "Load saved state with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which shards it as the "
+    "model is sharded. It does not convert moments: load with the state_dtype that was saved, then set state_dtype in "
+    "the optimizer's groups."
+)
+
+
+def redistributed_like(param: Any, value: Any, advice: str = LOAD) -> Tensor:
+    """Returns this rank's part of saved state, or of a gradient, sharded as the parameter is."""
     if is_dtensor(param) != is_dtensor(value):
         raise ValueError(
-            f"The saved state of a parameter of shape {tuple(param.shape)} is a {type(value).__name__}, the "
-            f"parameter a {type(param).__name__}. Load it with set_optimizer_state_dict of "
-            "torch.distributed.checkpoint.state_dict, which shards it as the model is sharded. It does not convert "
-            "moments: load with the state_dtype that was saved, then set state_dtype in the optimizer's groups."
+            f"FusedAdamS got a {type(value).__name__} for a {type(param).__name__} parameter of shape "
+            f"{tuple(param.shape)}, wanted both sharded or both not. {advice}"
         )
-    return _local_part_like(param, value)
+    if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
+        value = value.redistribute(param.device_mesh, param.placements)  # of partial sums, for instance
+    return local_tensor(value)
 
 
 is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False

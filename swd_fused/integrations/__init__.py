@@ -9,29 +9,23 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def metrics_sources(optimizers: Iterable[Any]) -> list[Any]:
-    """Returns the optimizers with `metrics()` below the wrappers of Accelerate, DeepSpeed and Lightning."""
-    found, others = [], []
+def read_metrics(optimizers: Iterable[Any], prefix: str) -> dict[str, float]:
+    """Returns the metrics of optimizers that have some, below the wrappers of Accelerate, DeepSpeed and Lightning.
+
+    Of several optimizers each one's names have its number.
+    """
+    sources, kinds = [], []
     for optimizer in optimizers:
-        inner = optimizer
-        while inner is not None and not hasattr(inner, "metrics"):
-            below = getattr(inner, "optimizer", None)  # as all three call it
-            inner = below if below is not inner else None
-        if inner is None:
-            others.append(type(optimizer).__name__)
-        else:
-            found.append(inner)
-    if not found:
+        kinds.append(type(optimizer).__name__)
+        while optimizer is not None and not hasattr(optimizer, "metrics"):
+            inner = getattr(optimizer, "optimizer", None)  # as all three call it
+            optimizer = inner if inner is not optimizer else None
+        sources += [] if optimizer is None else [optimizer]
+    if not sources:
         raise TypeError(
-            f"swd_fused's callback got optimizers {others}, wanted a FusedAdamS, or a wrapper of one. Train with "
+            f"swd_fused's callback got optimizers {kinds}, wanted a FusedAdamS, or a wrapper of one. Train with "
             "FusedAdamS, or leave the callback out."
         )
-    return found
-
-
-def read_metrics(optimizers: Iterable[Any], prefix: str) -> dict[str, float]:
-    """Returns the metrics of optimizers that have some. Of several optimizers each one's names have its number."""
-    sources = metrics_sources(optimizers)
     prefixes = [prefix] if len(sources) == 1 else [f"{prefix}{number}/" for number in range(len(sources))]
     pairs = zip(prefixes, sources, strict=True)
     return {own + name: value for own, source in pairs for name, value in source.metrics().items()}

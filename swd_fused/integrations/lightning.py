@@ -9,7 +9,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-from swd_fused.integrations import metrics_sources, read_metrics
+from swd_fused.integrations import read_metrics
 
 
 class MetricsCallback(Callback):
@@ -25,8 +25,6 @@ class MetricsCallback(Callback):
         self._prefix, self._last_step = prefix, 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses to train without an optimizer that has metrics."""
-        metrics_sources(trainer.optimizers)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from timm.optim import OptimInfo
@@ -22,7 +23,8 @@ def register() -> None:
     """Makes timm know "fusedadams" and "swdadamw". A second call changes nothing."""
     if "fusedadams" in default_registry.list_optimizers():
         return
-    for (name, description), factory in zip(DESCRIPTIONS.items(), (adams, adamw), strict=True):
+    factories = adams, partial(FusedAdamW, weight_decay=0.0)  # which decays nothing unless timm says so
+    for (name, description), factory in zip(DESCRIPTIONS.items(), factories, strict=True):
         default_registry.register(OptimInfo(name, factory, description, has_betas=True))
 
 
@@ -41,8 +43,3 @@ def adams(params: Any, *, weight_decay: float = 0.0, **options: Any) -> FusedAda
         if decay:
             group.update({"adamw_weight_decay": decay, "calibration_steps": steps, **group})
     return FusedAdamS(groups, weight_decay=weight_decay, **options)
-
-
-def adamw(params: Any, **options: Any) -> FusedAdamW:
-    """Returns AdamW, which decays nothing unless timm says so."""
-    return FusedAdamW(params, **{"weight_decay": 0.0, **options})

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from swd_fused.integrations import metrics_sources, read_metrics
+from swd_fused.integrations import read_metrics
 
 
 class MetricsCallback(TrainerCallback):
@@ -14,10 +14,6 @@ class MetricsCallback(TrainerCallback):
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Refuses an optimizer without metrics."""
-        metrics_sources([optimizer])
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any

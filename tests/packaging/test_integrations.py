@@ -52,7 +52,6 @@ def test_transformers_logs_of_training_have_metrics(monkeypatch: pytest.MonkeyPa
     module.log_metrics(trainer)
     (callback, _), optimizer = trainer.callback_handler.callbacks, Optimizer()
     state = SimpleNamespace(global_step=10, log_history=[{"loss": 2.0, "step": 10}])
-    callback.on_train_begin(None, state, None, optimizer=wrapped(optimizer))
     for logs in ({"eval_loss": 1.0}, {"train_runtime": 3.0}, None):
         before = logs and dict(logs)
         callback.on_log(None, SimpleNamespace(log_history=[]), None, logs=logs, optimizer=optimizer)
@@ -63,7 +62,7 @@ def test_transformers_logs_of_training_have_metrics(monkeypatch: pytest.MonkeyPa
     assert state.log_history == [{"loss": 2.0, "step": 10, **METRICS}]
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(TypeError, match=r"got optimizers \['AdamW'\], wanted a FusedAdamS"):
-        callback.on_train_begin(None, None, None, optimizer=adamw)
+        callback.on_log(None, state, None, logs=logs, optimizer=adamw)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
