@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
-from swd_fused.core.ranks import over_of
 from swd_fused.core.snapshot import State
 from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, sharding_of
+from swd_fused.distributed.sharding import ShardedOver, is_distributed, over_of, sharding_of
 from swd_fused.observer import Observer
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from swd_fused import averages, backends, checkpoints, decay, metrics
-from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
+from swd_fused.core.sources import StepCall
 from swd_fused.core.step import Seams, Stepper, take
 from swd_fused.decay.calibration import Calibration
 from swd_fused.decay.kinds import Decay
@@ -227,11 +227,13 @@ class FusedAdamS(Optimizer):
             torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
             if grad_sumsq is None:
                 if numel is not None:
-                    refuse_numel_alone(numel)
+                    raise ValueError(
+                        f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum."
+                    )
                 if torch._C._current_graph_task_id() != -1:
                     refuse_step_in_backward()
                 if provider is not None:
-                    grad_sumsq, numel = provided(provider())
+                    grad_sumsq, numel = provider()
             call = ORDINARY_CALL
             if grad_sumsq is not None or not SCALING.isdisjoint(self.__dict__):
                 call = self._step_call(grad_sumsq, numel)

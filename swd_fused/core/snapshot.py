@@ -14,9 +14,9 @@ from torch import Tensor
 
 from swd_fused.core.backend import Backend
 from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entries
-from swd_fused.core.ranks import collective_of, sharding_in, unsaid_params
 from swd_fused.core.tensor_checks import check_grads, check_memory, check_params
 from swd_fused.core.values import Group, GroupKind, Groups, GroupValues
+from swd_fused.distributed.collective import collective_of
 from swd_fused.distributed.refusals import refuse_stage_alone, refuse_unknown_shards
 from swd_fused.distributed.sharding import (
     ShardedOver,
@@ -25,6 +25,7 @@ from swd_fused.distributed.sharding import (
     is_dtensor,
     local_grads,
     local_tensor,
+    sharding_in,
 )
 from swd_fused.options import Options
 from swd_fused.state.load import Initializer
@@ -78,7 +79,9 @@ class Snapshot:
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
         groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
         self.ranks = collective_of(list(zip(self._params, groups_of_params, strict=True)), inputs.sharded_over)
-        self._unsaid = unsaid_params(groups, inputs.sharded_over) if self._is_distributed else []
+        # Parameters of groups of which nobody has said over whom to sum. A group that says None is whole.
+        unsaid = (group for group in groups if "process_group" not in group and inputs.sharded_over is None)
+        self._unsaid = [param for group in unsaid for param in group["params"]] if self._is_distributed else []
         self.may_have_unknown_shards = self._is_distributed
         self.has_amsgrad = any(group["amsgrad"] for group in groups)
         self.buckets = self._new_buckets(members)

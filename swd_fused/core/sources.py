@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused.checks import is_number, is_whole
 from swd_fused.core.bucket import Bucket
-from swd_fused.core.ranks import collective_of, sharding_in
 from swd_fused.core.schedule import Gate, Sums
 from swd_fused.core.snapshot import Snapshot, State
 from swd_fused.core.values import Groups
 from swd_fused.devices.transfer import can_be_read, on_device, scalar_dtype, to_device
-from swd_fused.distributed.collective import Collective, Reduction
-from swd_fused.distributed.sharding import ShardedOver, Sharding, is_dtensor
+from swd_fused.distributed.collective import Collective, Reduction, collective_of
+from swd_fused.distributed.sharding import ShardedOver, Sharding, is_dtensor, sharding_in
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
 
@@ -335,14 +334,3 @@ def _check_use_of_sum(groups: Groups, options: Options) -> None:
         problem = "groups of different betas or bias_correction, whose shares of it are unknown. Call step() without"
     if problem is not None:
         raise ValueError(f"step got grad_sumsq with {problem}.")
-
-
-def provided(given: object) -> tuple[Any, Any]:
-    """Returns what a `grad_sumsq_provider` has returned: grad_sumsq and numel, as `step` takes them."""
-    if not (isinstance(given, tuple) and len(given) == 2):
-        raise ValueError(f"grad_sumsq_provider returned {given!r}, wanted a pair: grad_sumsq, and numel or None.")
-    return given
-
-
-def refuse_numel_alone(numel: object) -> NoReturn:
-    raise ValueError(f"step got numel={numel} without grad_sumsq, wanted both: it says how many have that sum.")

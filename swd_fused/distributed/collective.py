@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from swd_fused.devices.transfer import scalar_dtype, to_device
-from swd_fused.distributed.sharding import Sharding
+from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, over_of, sharding_in, sharding_of
 
 
 class Collective:
@@ -46,6 +47,18 @@ class Collective:
 
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
+
+
+def collective_of(params: Sequence[tuple[Tensor, Mapping[str, Any]]], sharded_over: ShardedOver | None) -> Collective:
+    """Returns the all-reduces over parameters of groups, with a gradient or not: all ranks must come to the same."""
+    device = params[0][0].device if params else torch.device("cpu")
+    if not is_distributed():
+        return Collective([], [], device)
+    shardings = {sharding_in(group, param, sharded_over) for param, group in params}
+    if sharded_over is not None:  # a rank may have no parameters at all, and must take part
+        shardings.add(sharding_of(None, sharded_over))
+    given = [sharded_over, *(over_of(group, sharded_over) for _, group in params)]
+    return Collective(shardings, [over.group for over in given if over is not None], device)
 
 
 class Reduction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -74,6 +74,16 @@ def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
     if over is not None:
         groups.append(over.group)
     return tuple(group for group in dict.fromkeys(groups) if group.size() > 1)
+
+
+def over_of(group: Mapping[str, Any], sharded_over: ShardedOver | None) -> ShardedOver | None:
+    """Returns the process group that a group of parameters is sharded over: its own, or the optimizer's."""
+    return ShardedOver.checked(group.get("process_group", sharded_over))
+
+
+def sharding_in(group: Mapping[str, Any], param: Tensor, sharded_over: ShardedOver | None) -> Sharding:
+    """Returns the process groups over which a parameter of a group is sharded."""
+    return sharding_of(param, over_of(group, sharded_over)) if is_distributed() else ()
 
 
 def _check_mesh(param: Any, over: ShardedOver | None) -> None:

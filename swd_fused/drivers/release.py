@@ -15,14 +15,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from swd_fused.core.interrupts import DeferredInterrupts
-from swd_fused.core.ranks import sharding_in
 from swd_fused.core.schedule import Gate
 from swd_fused.core.snapshot import State
 from swd_fused.core.sources import StepCall
 from swd_fused.core.step import Step, Stepper
 from swd_fused.core.values import Groups
 from swd_fused.distributed.refusals import refuse_late_reduction
-from swd_fused.distributed.sharding import local_tensor
+from swd_fused.distributed.sharding import local_tensor, sharding_in
 from swd_fused.options import Options
 from swd_fused.state.moments import has_moments
 
