@@ -59,6 +59,7 @@ ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m benchmarks.training_loops
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.host_work
+	$(BIN)/python -m benchmarks.first_steps
 	$(BIN)/python -m benchmarks.mixed_precision
 endif
 
