@@ -23,26 +23,21 @@ from swd_fused.state.masters import joined, split
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
 
-Groups = Sequence[Mapping[str, Any]]
 
-
-def check_use_of_warmup(groups: Groups) -> None:
+def check_use_of_warmup(groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuses a warm-up where nothing is averaged."""
-    if any(group["ema_warmup"] for group in groups) and not _averaging(groups):
+    if any(group["ema_warmup"] for group in groups) and all(group["ema_decay"] is None for group in groups):
         raise ValueError(
             "FusedAdamS got ema_warmup=True without ema_decay, wanted both: it is what the warm-up leads to. Pass "
             "ema_decay=0.999, or leave ema_warmup out."
         )
 
 
-def _averaging(groups: Groups) -> list[Mapping[str, Any]]:
-    return [group for group in groups if group["ema_decay"] is not None]
-
-
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
-    asked, averaging = "FusedAdamS got averaged_params()", _averaging(optimizer.param_groups)
+    asked = "FusedAdamS got averaged_params()"
+    averaging = [group for group in optimizer.param_groups if group["ema_decay"] is not None]
     if not averaging:
         raise RuntimeError(
             f"{asked} without averages of weights, wanted ema_decay in at least one parameter group. Pass "

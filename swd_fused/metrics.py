@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
-from swd_fused.core.ranks import over_of
 from swd_fused.core.snapshot import State
 from swd_fused.core.stepper import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, sharding_of
+from swd_fused.distributed.sharding import is_distributed, sharding_of
 from swd_fused.observer import Observer
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
@@ -33,8 +32,7 @@ CLIPPED_STEPS = 300
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
-    """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much. Waits for the
-    device."""
+    """Returns for each group AdamW's `weight_decay` that would shrink weights as much. Waits for the device."""
     mean = float(exp_avg_sq_mean)
     return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
@@ -138,7 +136,7 @@ class ClippedSteps(Observer):
         return {"clipped_share": clipped / counted if counted else math.nan}
 
 
-def rms_by_param(groups: Groups, state: State, sharded_over: ShardedOver | None) -> dict[str | int, float]:
+def rms_by_param(groups: Groups, state: State) -> dict[str | int, float]:
     """Returns the root of the mean of v^ of each parameter that has taken a step. Waits for the device."""
     pairs = [(param, group) for group in groups for param in group["params"]]
     device = pairs[0][0].device
@@ -154,13 +152,8 @@ def rms_by_param(groups: Groups, state: State, sharded_over: ShardedOver | None)
             v_hat = torch.stack([total / bias_correction2, torch.full_like(step, v.numel())])
             row.copy_(torch.where(step > 0, v_hat, 0.0))
     if is_distributed():
-        # Over the other shards of DTensors only: plain tensors do not say whether the ranks of a process group have
-        # shards of them or other parameters.
-        overs = [over_of(group, sharded_over) for _, group in pairs]
-        shardings = [
-            tuple(each for each in sharding_of(param, over) if over is None or each is not over.group)
-            for (param, _), over in zip(pairs, overs, strict=True)
-        ]
+        # Over DTensors only: ranks of a process group may have shards of plain tensors, or other ones.
+        shardings = [sharding_of(param, None) for param, _ in pairs]
         parts = {sharding: torch.zeros_like(rows) for sharding in shardings}
         for number, sharding in enumerate(shardings):
             parts[sharding][number] = rows[number]

@@ -412,8 +412,7 @@ class FusedAdamS(Optimizer):
         DTensors, so all ranks must call it, but only the local part of plain tensors. Reads all second moments, and
         waits for the device.
         """
-        optimizer = unwrapped(self)
-        return metrics.rms_by_param(optimizer.param_groups, optimizer.state, optimizer._stepper.sharded_over)
+        return metrics.rms_by_param(self.param_groups, self.state)
 
     def match_adamw(self, weight_decay: float) -> None:
         """Makes the next step decay as AdamW with this `weight_decay` would; from there on the schedule takes over.
