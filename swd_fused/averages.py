@@ -1,38 +1,33 @@
-"""Exchanges weights and their averages for a while.
+"""Exchanges weights and their averages for a while, or copies averages into other tensors.
 
 State has the averages as state/weights.py says. The update of an element advances them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swd_fused.core.interrupts import DeferredInterrupts
 from swd_fused.devices import graphs
-from swd_fused.distributed.sharding import local_tensor
+from swd_fused.distributed.sharding import is_dtensor, local_tensor, redistributed_like
 from swd_fused.options import MASTER, REMAINDER
 from swd_fused.state.load import check_state
-from swd_fused.state.weights import AVERAGE, EXCHANGED, joined, refuse_exchanged, split
+from swd_fused.state.weights import AVERAGE, EXCHANGED, joined, master_of, refuse_exchanged, split
 
 if TYPE_CHECKING:
     from swd_fused.optimizer import FusedAdamS
-
-Groups = Sequence[Mapping[str, Any]]
-
-
-def _averaging(groups: Groups) -> list[Mapping[str, Any]]:
-    return [group for group in groups if group["ema_decay"] is not None]
 
 
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
     """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
-    asked, averaging = "FusedAdamS got averaged_params()", _averaging(optimizer.param_groups)
+    asked = "FusedAdamS got averaged_params()"
+    averaging = [group for group in optimizer.param_groups if group["ema_decay"] is not None]
     if not averaging:
         raise RuntimeError(
             f"{asked} without averages of weights, wanted ema_decay in at least one parameter group. Pass "
@@ -114,3 +109,28 @@ def _exchange(todo: list[Exchange], done: list[Exchange], state: dict[Any, Any],
             del state[EXCHANGED]
     finally:
         interrupts.deliver()
+
+
+def copy_to(target: nn.Module | Iterable[Tensor], optimizer: FusedAdamS) -> None:
+    """Copies averages, or weights that have none, into a module by the parameters' names, or into tensors in order."""
+    refuse_exchanged(optimizer.state, "copy_averages()")
+    params = optimizer.numbered_params()
+    if isinstance(target, nn.Module):
+        own, groups = dict(target.named_parameters()), optimizer.param_groups
+        names = [name for group in groups for name in group.get("param_names", ())]
+        target = [own[name] for name in names if name in own]
+    targets = list(target)
+    if [tensor.shape for tensor in targets] != [param.shape for param in params] or set(params) & set(targets):
+        raise ValueError(
+            f"copy_averages got {len(targets)} tensors for {len(params)} parameters, wanted another one of the same "
+            "shape for each, in the optimizer's order; or a copy of the model, if the optimizer was given "
+            "model.named_parameters()."
+        )
+    with torch.no_grad():
+        for tensor, param in zip(targets, params, strict=True):
+            state = optimizer.state.get(param) or {}
+            value: Any = state[AVERAGE] if AVERAGE in state else master_of(param, state)
+            if is_dtensor(tensor):
+                local_tensor(tensor).copy_(redistributed_like(tensor, value))
+            else:
+                tensor.copy_(value.full_tensor() if is_dtensor(value) else value)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends, decay
-from swd_fused.core.snapshot import State
+from swd_fused.core.snapshot import Inputs, State
 from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
-from swd_fused.distributed.sharding import ShardedOver, is_distributed, over_of, sharding_of
+from swd_fused.distributed.sharding import is_distributed, local_tensor, sharding_of
 from swd_fused.observer import Observer
 from swd_fused.options import Options
 from swd_fused.state.moments import decoded_moment, has_moments
@@ -32,8 +32,7 @@ CLIPPED_STEPS = 300
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
-    """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much. Waits for the
-    device."""
+    """Returns for each group AdamW's `weight_decay` that would shrink weights as much. Waits for the device."""
     mean = float(exp_avg_sq_mean)
     return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
@@ -137,29 +136,47 @@ class ClippedSteps(Observer):
         return {"clipped_share": clipped / counted if counted else math.nan}
 
 
-def rms_by_param(groups: Groups, state: State, sharded_over: ShardedOver | None) -> dict[str | int, float]:
+def sums_of_last_step(stepper: Stepper, groups: Groups, state: State) -> dict[int, Tensor]:
+    """Returns the sums of v by the ids of parameters; none if the last step's are not those of the present state."""
+    snapshot, values = stepper.latest, stepper.values
+    if values is None or not values.hold(groups):
+        values = stepper.new_values(groups)
+    params = [param for group in groups for param in group["params"]]
+    inputs = Inputs(stepper.options_of_tensors, stepper.sharded_over, groups, values.kinds, state, params, [])
+    if snapshot is None or snapshot.left_is_stale(inputs):
+        return {}
+    sums: dict[int, Tensor] = {}
+    for bucket in snapshot.buckets:
+        if bucket.copies_steps:
+            bucket.begin()
+        # Not `known_sums`, which would keep them: Triton's backend has them in another form.
+        by_tensor = bucket.backend.exp_avg_sq_sums(bucket) if bucket.sums is None else bucket.sums
+        sums.update(zip((id(params[number]) for number in bucket.numbers), by_tensor.unbind(), strict=True))
+    return sums
+
+
+def rms_by_param(stepper: Stepper, groups: Groups, state: State) -> dict[str | int, float]:
     """Returns the root of the mean of v^ of each parameter that has taken a step. Waits for the device."""
     pairs = [(param, group) for group in groups for param in group["params"]]
     device = pairs[0][0].device
     rows = torch.zeros(len(pairs), 2, dtype=scalar_dtype(device), device=device)  # the sum of v^, and its elements
+    known = sums_of_last_step(stepper, groups, state)
     for row, (param, group) in zip(rows, pairs, strict=True):
         entry = state.get(param) or {}
         if has_moments(entry):
-            is_maximum = group["amsgrad"] and "max_exp_avg_sq" in entry
-            v = as_real(decoded_moment(entry, "max_exp_avg_sq" if is_maximum else "exp_avg_sq"))
+            total = known.get(id(param))
+            if total is None:
+                is_maximum = group["amsgrad"] and "max_exp_avg_sq" in entry
+                v = as_real(decoded_moment(entry, "max_exp_avg_sq" if is_maximum else "exp_avg_sq"))
+                total = v.sum(dtype=scalar_dtype(v.device))
             step = torch.as_tensor(entry["step"]).to(rows)
             bias_correction2 = 1 - group["bias_correction"] * float(group["betas"][1]) ** step
-            total = v.sum(dtype=scalar_dtype(v.device)).to(rows)
-            v_hat = torch.stack([total / bias_correction2, torch.full_like(step, v.numel())])
+            numel = torch.full_like(step, as_real(local_tensor(param)).numel())
+            v_hat = torch.stack([total.to(rows) / bias_correction2, numel])
             row.copy_(torch.where(step > 0, v_hat, 0.0))
     if is_distributed():
-        # Over the other shards of DTensors only: plain tensors do not say whether the ranks of a process group have
-        # shards of them or other parameters.
-        overs = [over_of(group, sharded_over) for _, group in pairs]
-        shardings = [
-            tuple(each for each in sharding_of(param, over) if over is None or each is not over.group)
-            for (param, _), over in zip(pairs, overs, strict=True)
-        ]
+        # Over DTensors only: ranks of a process group may have shards of plain tensors, or other ones.
+        shardings = [sharding_of(param, None) for param, _ in pairs]
         parts = {sharding: torch.zeros_like(rows) for sharding in shardings}
         for number, sharding in enumerate(shardings):
             parts[sharding][number] = rows[number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,8 +84,8 @@ class FusedAdamS(Optimizer):
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
             is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
-        ema_decay: keep an exponential average of the weights, for `averaged_params`: a step brings it nearer to each
-            weight that it updates by a share of 1 - ema_decay.
+        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`: a step brings
+            it nearer to each weight that it updates by a share of 1 - ema_decay.
         ema_warmup: use min(ema_decay, (1 + t) / (10 + t)) in a parameter's step t, to forget the first weights soon.
 
         process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
@@ -356,6 +356,16 @@ class FusedAdamS(Optimizer):
         """
         return averages.exchanged(unwrapped(self))
 
+    @_disable_dynamo
+    def copy_averages(self, target: torch.nn.Module | Iterable[Tensor]) -> None:
+        """Copies averages into a copy of the model, whose parameters are found by their names, or into as many tensors
+        as this optimizer has parameters, in its order.
+
+        A parameter without an average gives its weight. Plain tensors get whole parameters, for which all ranks must
+        call this. Buffers are not parameters, and stay as they are.
+        """
+        averages.copy_to(target, self)
+
     # --- What users log
 
     @property
@@ -399,9 +409,8 @@ class FusedAdamS(Optimizer):
         """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
 
         It is the root of the mean of v^, Adam's bias-corrected second moment, so an average over the last steps of
-        gradients as they were used, clipped. Parameters that have taken no step are left out. It covers all shards of
-        DTensors, so all ranks must call it, but only the local part of plain tensors. Reads all second moments, and
-        waits for the device.
+        gradients as they were used, clipped. Parameters that have taken no step are left out. The last step has left
+        the sums, so this reads memory only after state was loaded or written to. It covers all shards of DTensors, so
+        all ranks must call it, but only the local part of plain tensors. Waits for the device.
         """
-        optimizer = unwrapped(self)
-        return metrics.rms_by_param(optimizer.param_groups, optimizer.state, optimizer._stepper.sharded_over)
+        return metrics.rms_by_param(self._stepper, self.param_groups, self.state)

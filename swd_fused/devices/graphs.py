@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _pinned = threading.local()  # tensors that captures of this thread copy from, until their step fetches them
-_weak_reference: Any = StorageWeakRef  # which has no types
 _shared_storages: dict[int, Any] = {}  # weak references by address
 
 
@@ -52,7 +51,7 @@ def share_steps(steps: Iterable[Tensor]) -> None:
     for step in steps:
         storage = step.untyped_storage()
         if storage.data_ptr() not in _shared_storages:
-            _shared_storages[storage.data_ptr()] = _weak_reference(storage)
+            _shared_storages[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def any_are_shared() -> bool:

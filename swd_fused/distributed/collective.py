@@ -26,13 +26,13 @@ class Collective:
         self.device = device
         self._shardings = {(), *shardings}
         given = set(last)
-        self._groups = sorted(
+        groups = sorted(
             {group for sharding in self._shardings for group in sharding},
             key=lambda group: (group in given, -group.size(), group.group_name),
         )
-        self._places = {group: device_for(group, device) for group in self._groups}
-        self.is_local = not self._groups  # whether there is nothing to be told to others
-        self.sums_over_given_groups = not given.isdisjoint(self._groups)
+        self.places = {group: device_for(group, device) for group in groups}  # where each communicates, in order
+        self.is_local = not groups  # whether there is nothing to be told to others
+        self.sums_over_given_groups = not given.isdisjoint(groups)
 
     def start(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Reduction:
         """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
@@ -43,7 +43,7 @@ class Collective:
         for sharding in self._shardings:
             if sharding not in sums:
                 sums[sharding] = torch.zeros(width, dtype=scalar_dtype(self.device), device=self.device)
-        return Reduction(sums, self._places, self.device)
+        return Reduction(sums, self)
 
     def total(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Tensor:
         return self.start(rows, width).finish()
@@ -68,14 +68,11 @@ class Reduction:
     communication comes first.
     """
 
-    def __init__(
-        self, sums: dict[Sharding, Tensor], places: Mapping[dist.ProcessGroup, torch.device], device: torch.device
-    ) -> None:
-        """`places` has the groups in their order, and where each communicates."""
+    def __init__(self, sums: dict[Sharding, Tensor], ranks: Collective) -> None:
         self._arrived = sums
         self._travelling: list[tuple[dist.Work, list[Sharding], Tensor]] = []
         self._awaited: set[dist.ProcessGroup] = set()  # groups that sums on their way have still to go through
-        self._groups, self._places, self._device = list(places), places, device
+        self._groups, self._places, self._device = list(ranks.places), ranks.places, ranks.device
         while self._groups and self._groups[0] not in self._awaited:
             self._send()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ Sharding = tuple["dist.ProcessGroup", ...]
 
 
 class ShardedOver:
-    """A process group that optimizers can be copied with. They cannot be pickled with one."""
+    """A process group that optimizers can be copied with. They cannot be pickled with one, as torch says."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -37,12 +37,6 @@ class ShardedOver:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOver:
         return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "FusedAdamS was to be pickled with its process_group, which lives in this process only. "
-            "Save optimizer.state_dict(), and build the optimizer anew."
-        )
 
     def __repr__(self) -> str:
         return f"ranks {dist.get_process_group_ranks(self.group)}"

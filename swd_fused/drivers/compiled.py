@@ -50,11 +50,7 @@ def _(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int
 
 def step_within_a_graph(params: list[Tensor], handle: int) -> None:
     """Does only what torch.compile can follow: finds out which parameters have gradients."""
-    present, grads, numbers = [], [], []
-    for number, param in enumerate(params):
-        if param.grad is not None:
-            present.append(param)
-            grads.append(param.grad)
-            numbers.append(number)
+    numbers = [number for number, param in enumerate(params) if param.grad is not None]
+    grads = [param.grad for param in params if param.grad is not None]
     with torch.no_grad():
-        optimizer_step(present, grads, numbers, handle)
+        optimizer_step([params[number] for number in numbers], grads, numbers, handle)

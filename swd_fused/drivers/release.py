@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,12 +100,12 @@ class GradientRelease:
             self._handles.pop(gone).remove()
         for param in group_of.keys() - self._handles.keys():
             hooks: dict[int, object] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            for number in [number for number, hook in hooks.items() if isinstance(hook, GradientHook)]:
+            for number in [number for number, hook in hooks.items() if getattr(hook, "func", None) is take_up]:
                 del hooks[number]  # of an optimizer that this one takes the place of
             # Alike on all ranks, so that they step together what may have to be redistributed among them.
             sharding = sharding_in(group_of[param], param, self._stepper.sharded_over)
             size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
-            hook = GradientHook(weakref.ref(self), size)
+            hook = partial(take_up, weakref.ref(self), size)
             self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
     # --- A step
@@ -196,16 +197,11 @@ class GradientRelease:
                 begun.step.deliver_interrupts()
 
 
-class GradientHook(NamedTuple):
+def take_up(release: weakref.ref[GradientRelease], size: int, param: Tensor) -> None:
     """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
-
-    release: weakref.ref[GradientRelease]
-    size: int  # of the gradient here, in bytes
-
-    def __call__(self, param: Tensor) -> None:
-        release = self.release()
-        if release is not None:
-            release.take(param, self.size)
+    alive = release()
+    if alive is not None:
+        alive.take(param, size)
 
 
 def params_of(groups: Groups) -> list[Tensor]:

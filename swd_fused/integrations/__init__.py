@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def read_metrics(optimizers: Iterable[Any], prefix: str) -> dict[str, float]:
+def read_metrics(optimizers: Iterable[Any], prefix: str, with_rms_grads: bool = False) -> dict[str, float]:
     """Returns the metrics of optimizers that have some, below the wrappers of Accelerate, DeepSpeed and Lightning.
 
-    Of several optimizers each one's names have its number.
+    Of several optimizers each one's names have its number. `with_rms_grads` adds the rms gradient of each parameter.
     """
     sources, kinds = [], []
     for optimizer in optimizers:
@@ -27,5 +27,14 @@ def read_metrics(optimizers: Iterable[Any], prefix: str) -> dict[str, float]:
             "FusedAdamS, or leave the callback out."
         )
     prefixes = [prefix] if len(sources) == 1 else [f"{prefix}{number}/" for number in range(len(sources))]
-    pairs = zip(prefixes, sources, strict=True)
-    return {own + name: value for own, source in pairs for name, value in source.metrics().items()}
+    found: dict[str, float] = {}
+    for own, source in zip(prefixes, sources, strict=True):
+        found.update({own + name: value for name, value in source.metrics().items()})
+        if with_rms_grads:
+            found.update({f"{own}rms_grad/{name}": value for name, value in source.rms_grads().items()})
+    return found
+
+
+def passes(last: int, step: int, every: int | None) -> bool:
+    """Returns whether a multiple of `every` steps lies behind `last` and up to `step`. Never for None."""
+    return every is not None and step // every > last // every

@@ -9,29 +9,32 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-from swd_fused.integrations import read_metrics
+from swd_fused.integrations import passes, read_metrics
 
 
 class MetricsCallback(Callback):
     """Sends the optimizer's metrics to the trainer's loggers, every `log_every_n_steps` steps.
 
-    `prefix` is what the names start with. With several optimizers that have metrics their number follows.
+    `prefix` is what the names start with. With several optimizers that have metrics their number follows. At the first
+    logged step after every `rms_grads_every` steps it also logs `optimizer.rms_grads()`.
 
     Example:
         >>> trainer = lightning.Trainer(callbacks=[MetricsCallback()])
     """
 
-    def __init__(self, prefix: str = "adams/") -> None:
-        self._prefix, self._last_step = prefix, 0
+    def __init__(self, prefix: str = "adams/", rms_grads_every: int | None = None) -> None:
+        self._prefix, self._every = prefix, rms_grads_every
+        self._last_step = self._last_logged = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._last_step = trainer.global_step
+        self._last_step = self._last_logged = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs after a step whose number is due; batches that only accumulate gradients take none."""
-        step, last, every = trainer.global_step, self._last_step, trainer.log_every_n_steps
+        step, last = trainer.global_step, self._last_step
         self._last_step = step
-        if step // every > last // every and trainer.loggers:
-            metrics = read_metrics(trainer.optimizers, self._prefix)
+        if passes(last, step, trainer.log_every_n_steps) and trainer.loggers:
+            metrics = read_metrics(trainer.optimizers, self._prefix, passes(self._last_logged, step, self._every))
+            self._last_logged = step
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step - 1)  # Lightning counts the first step as 0

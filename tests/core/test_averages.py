@@ -212,6 +212,7 @@ def test_whatever_is_raised_it_is_undone(way: str, monkeypatch: pytest.MonkeyPat
 REFUSED: dict[str, Callable[[FusedAdamS], object]] = {
     "a step": lambda optimizer: optimizer.step(),
     "averaged_params()": lambda optimizer: optimizer.averaged_params().__enter__(),
+    "copy_averages()": lambda optimizer: optimizer.copy_averages([]),
     "state_dict()": lambda optimizer: optimizer.state_dict(),
     "load_state_dict()": lambda optimizer: optimizer.load_state_dict({}),
     "a copy or a pickle": copy.deepcopy,
@@ -256,9 +257,37 @@ def test_bad_use_is_refused() -> None:
     with pytest.raises(RuntimeError, match="without averages of weights, wanted ema_decay"):
         plain.averaged_params().__enter__()
     run(params, random_grads([(40,), (30,)], 1), optimizer)
+    for target in (params[:1], [torch.zeros(40), torch.zeros(40)], params, model()):
+        with pytest.raises(ValueError, match=r"for 2 parameters, wanted another one of the same shape"):
+            optimizer.copy_averages(target)
     params[1].data = torch.zeros(3)
     before = everything(optimizer, params)
     with pytest.raises(RuntimeError, match=r"shape \(3,\): .* shape \(30,\), wanted"):
         optimizer.averaged_params().__enter__()
     assert all(map(torch.equal, before, everything(optimizer, params)))
     FusedAdamS([{"params": random_params([(3,)]), "ema_decay": 0.9}], ema_warmup=True)
+
+
+# --- Copied
+
+
+def test_averages_are_copied_by_name_or_in_order() -> None:
+    net = model()
+    named = dict(net.named_parameters())
+    groups: list[Options] = [
+        {"params": [(name, named[name]) for name in ("2.bias", "0.weight")], "ema_decay": 0.5},
+        {"params": [(name, named[name]) for name in ("2.weight", "0.bias")]},
+    ]
+    optimizer = FusedAdamW(groups, lr=1e-2)
+    for _ in train(net, optimizer, 3):
+        pass
+    wanted = {name: optimizer.state[param].get(AVERAGE, param.detach()) for name, param in net.named_parameters()}
+    assert not torch.equal(wanted["0.weight"], named["0.weight"])
+    twin = copy.deepcopy(net).double()
+    optimizer.copy_averages(twin)
+    assert all(torch.equal(param, wanted[name].double()) for name, param in twin.named_parameters())
+    others = [torch.zeros_like(param, dtype=torch.bfloat16) for param in optimizer.numbered_params()]
+    optimizer.copy_averages(others)
+    assert torch.equal(others[1], wanted["0.weight"].bfloat16())
+    with pytest.raises(ValueError, match="got 0 tensors for 4 parameters"):
+        optimizer.copy_averages(nn.Linear(3, 3))

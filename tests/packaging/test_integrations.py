@@ -25,6 +25,9 @@ class Optimizer:
         self.asked += 1
         return {"grad_norm": 0.5, "effective_weight_decay/decay": 0.1}
 
+    def rms_grads(self) -> dict[str | int, float]:
+        return {"weight": 2.0, 1: 3.0}
+
 
 def wrapped(optimizer: object) -> SimpleNamespace:
     """As Accelerate wraps an optimizer, and DeepSpeed what Accelerate then wraps."""
@@ -64,6 +67,15 @@ def test_transformers_logs_of_training_have_metrics(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TypeError, match=r"got optimizers \['AdamW'\], wanted a FusedAdamS"):
         callback.on_log(None, state, None, logs=logs, optimizer=adamw)
 
+    callback, logged = module.MetricsCallback("swd/", rms_grads_every=30), []
+    for step in (20, 40, 50, 60, 80, 100):
+        logs = {"loss": 2.0}
+        callback.on_log(None, SimpleNamespace(global_step=step, log_history=[]), None, logs, optimizer)
+        if "swd/rms_grad/weight" in logs:
+            logged.append(step)
+            assert logs["swd/rms_grad/1"] == 3
+    assert logged == [40, 60, 100]
+
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_lightning_logs_metrics_when_it_logs(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
@@ -71,8 +83,8 @@ def test_lightning_logs_metrics_when_it_logs(monkeypatch: pytest.MonkeyPatch, ac
     monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
     module = imported("lightning", monkeypatch, "lightning.pytorch", Callback=object)
 
-    def train(*optimizers: object) -> list[Any]:
-        callback, logger = module.MetricsCallback(), MagicMock()
+    def train(*optimizers: object, **options: Any) -> list[Any]:
+        callback, logger = module.MetricsCallback(**options), MagicMock()
         trainer = SimpleNamespace(optimizers=list(optimizers), loggers=[logger], log_every_n_steps=2, global_step=0)
         callback.on_train_start(trainer, None)
         for batch in range(6 * accumulate):
@@ -83,6 +95,8 @@ def test_lightning_logs_metrics_when_it_logs(monkeypatch: pytest.MonkeyPatch, ac
     optimizer, adamw = Optimizer(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     assert train(wrapped(optimizer)) == [(METRICS, step) for step in (1, 3, 5)]
     assert optimizer.asked == 3
+    rms_grads = [metrics.get("adams/rms_grad/weight") for metrics, _ in train(optimizer, rms_grads_every=3)]
+    assert rms_grads == [None, 2.0, 2.0]
     (metrics, _), *_ = train(adamw, Optimizer(), Optimizer())
     assert [name for name in metrics if "grad_norm" in name] == ["adams/0/grad_norm", "adams/1/grad_norm"]
     with pytest.raises(TypeError, match=r"got optimizers \['AdamW'\], wanted a FusedAdamS"):
