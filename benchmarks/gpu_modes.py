@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.step_times.harness import Step
 from swd_fused import FusedAdamS
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.launch import Dtypes, Variant, launcher_for, resident_programs
+from swd_fused.backends.triton.launch import Variant, launcher_for, resident_programs
 
 # Tails, several segments, nothing at all; and matrices that are large enough for 8-bit moments.
 SHAPES = [(700,), (40, 30), (3,), (0,), (9, 512), (11, 402)]
@@ -150,9 +150,8 @@ def compiled_kernels() -> Iterator[dict[str, object]]:
     device = torch.device("cuda", torch.cuda.current_device())
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     for name, mode in kernels_of_modes():
-        dtypes, variant = built_for(mode)
         start = perf_counter()
-        binary = launcher_for(getattr(kernels, name), device, dtypes, variant, sum_grads=True).compiled()
+        binary = launcher_for(getattr(kernels, name), device, built_for(mode), sum_grads=True).compiled()
         yield {
             "kernel": name,
             "mode": mode.name,
@@ -174,15 +173,16 @@ def kernels_of_modes() -> list[tuple[str, Mode]]:
     return list(first.values())
 
 
-def built_for(mode: Mode) -> tuple[Dtypes, Variant]:
+def built_for(mode: Mode) -> Variant:
     """Returns what the kernels of a mode are compiled for. Masters of bfloat16 are remainders of 16 bits."""
     has_masters = bool(mode.options.get("master_weights"))
     weight = torch.int16 if has_masters else mode.dtype
-    variant = Variant(
+    dtypes = mode.dtype, mode.dtype, *[torch.float32] * 3, weight
+    return Variant(
+        *dtypes,
         amsgrad=bool(mode.options.get("amsgrad")),
         master=has_masters,
         stochastic=bool(mode.options.get("stochastic_rounding")),
         coded=mode.options.get("state_dtype") == "8bit",
         averages="ema_decay" in mode.options,
     )
-    return Dtypes(mode.dtype, mode.dtype, *[torch.float32] * 3, weight), variant
