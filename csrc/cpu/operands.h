@@ -16,7 +16,7 @@ using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
 // Stands in place of a gradient's address for a parameter without one. Not 0, which is the address of an empty one.
-constexpr int64_t NO_GRAD = -1;
+constexpr int64_t NO_GRAD = -16;
 
 // Moments in 8 bits. They are row-major, and so is the walk over their operands. Blocks lie within rows of `columns`
 // elements.

@@ -39,10 +39,13 @@ def load_triton_backend() -> Backend | str:
 TORCH = TorchBackend()
 BEST = {"cpu": "cpu", "cuda": "triton"}
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-HOW_TO_GET_TRITON = (
-    "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
-    "Triton needs, and move the model to the GPU."
-)
+ROOT = Path(__file__).parents[2]
+HOW_TO_GET = {
+    "triton": "use a CUDA or ROCm build of torch, which brings Triton, with a C compiler (gcc, clang or $CC), which "
+    "Triton needs, and move the model to the GPU.",
+    "cpu": "run `pip install .` in a clone of swd_fused, with a C++ compiler and without SWD_FUSED_NO_CPP. This "
+    f"package is in {ROOT}: if that is a clone, run `pip install -e .` there, or start Python elsewhere.",
+}
 
 
 def choose(param: Tensor, options: Options) -> Backend:
@@ -53,7 +56,7 @@ def choose(param: Tensor, options: Options) -> Backend:
 def describe(param: Tensor, options: Options) -> str:
     """Returns how `repr` describes the backend that steps a parameter."""
     backend, why = _chosen(_name_for(param, options), param.device, param.dtype.to_real())
-    return why or backend.description(param.device)
+    return f"torch ({why})" if why else backend.description(param.device)
 
 
 def _name_for(param: Tensor, options: Options) -> str:
@@ -63,38 +66,26 @@ def _name_for(param: Tensor, options: Options) -> str:
 
 @cache
 def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str | None]:
-    """Returns the backend, and a description where it is not the backend's own."""
+    """Returns the backend, and why it is not the one that "auto" prefers."""
     if name == "torch":
         return TORCH, None
     if name == "auto" and device.type not in BEST:
-        return TORCH, f"torch (no fused kernels for {device.type} devices)"
-    found = _fused(BEST[device.type] if name == "auto" else name, device, dtype)
+        return TORCH, f"no fused kernels for {device.type} devices"
+    fused = BEST[device.type] if name == "auto" else name
+    found = _fused(fused, device, dtype)
     if not isinstance(found, str):
         return found, None
     if name != "auto":
         raise RuntimeError(
             f'backend="{name}" cannot serve {dtype} parameters on {device}: {found}. '
-            f'Use backend="auto", or {_how_to_get(name)}'
+            f'Use backend="auto", or {HOW_TO_GET[name]}'
         )
     if dtype in FUSED_DTYPES:
         warn_user(
             f"FusedAdamS runs on its plain PyTorch backend, which is slower: {found}. To get the fused kernels, "
-            f'{_how_to_get(BEST[device.type])} backend="torch" asks for this one, without a warning.',
+            f'{HOW_TO_GET[fused]} backend="torch" asks for this one, without a warning.',
         )
-    return TORCH, f"torch ({found})"
-
-
-def _how_to_get(name: str) -> str:
-    """Returns what a user who lacks fused kernels can do, as the end of a sentence."""
-    if name != "cpu":
-        return HOW_TO_GET_TRITON
-    root = Path(__file__).parents[2]
-    if (root / "setup.py").is_file() and (root / "csrc").is_dir():
-        return (
-            f"run `pip install -e .` in {root}, a source tree without kernels, which builds them there and needs a C++ "
-            "compiler. Or start Python in another folder, if an installed package has them."
-        )
-    return "run `pip install .` in a clone of swd_fused, without SWD_FUSED_NO_CPP; it needs a C++ compiler."
+    return TORCH, found
 
 
 def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:
@@ -102,7 +93,7 @@ def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str
     if dtype not in FUSED_DTYPES:
         return f"no fused kernels for {dtype}"
     if name == "cpu":
-        return f"no C++ kernels for {device.type} devices" if device.type != "cpu" else load_cpu_backend()
+        return load_cpu_backend() if device.type == "cpu" else f"no C++ kernels for {device.type} devices"
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"no Triton kernels for {device.type} devices (but with TRITON_INTERPRET=1, slowly, for the CPU's)"
     found = load_triton_backend()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from ctypes import c_int64
 from itertools import chain
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 import swd_fused._C  # type: ignore[import-not-found]  # noqa: F401  registers the operators
+from swd_fused.core.backend import Backend, Plan
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.schedule import Gate
 from swd_fused.devices.transfer import int64s
@@ -22,24 +22,27 @@ HEADER = 7  # numbers of a description before the gradients' addresses
 STEP, UPDATE = ops.step_.default, ops.update_.default
 
 
-class CpuPlan:
+class CpuPlan(Plan):
     """Where a bucket's tensors are, and how they lie in memory: see csrc/cpu/operands.h."""
-
-    copies: Sequence[Tensor] = ()
 
     def __init__(self, bucket: Bucket) -> None:
         lists = bucket.params, *bucket.state, bucket.grads_or_params
-        numbers = _numbers(bucket), _block_numbers(bucket)
-        self.description: Tensor = ops.description(*lists, bucket.groups, bucket.tensor_ids, *numbers)
+        numbers = chain.from_iterable((each.first, *each.strides) for each in bucket.element_numbers)
+        none = BlockNumbers(0, 0)
+        blocks = chain.from_iterable(bucket.block_numbers.get(index, none) for index in range(len(bucket.params)))
+        self.description: Tensor = ops.description(
+            *lists,
+            bucket.groups,
+            bucket.tensor_ids,
+            int64s(numbers) if bucket.element_numbers else None,  # of all elements
+            int64s(blocks) if bucket.coded else None,  # of all blocks
+        )
         addresses = c_int64 * len(bucket.params)  # written in each step
         start = self.description.data_ptr() + HEADER * self.description.itemsize
         self.grad_addresses = memoryview(addresses.from_address(start)).cast("B").cast("q")
 
-    def for_capture(self) -> CpuPlan:
-        return self
 
-
-class CpuBackend:
+class CpuBackend(Backend):
     is_capturable = False
     is_atomic = True
     counts_writes = False
@@ -49,7 +52,7 @@ class CpuBackend:
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         if like.numel() * dtype.itemsize < HUGE_PAGE:
-            return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
+            return super().new_moment(like, dtype, device)
         moment = torch.empty_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
         ops.advise_huge_pages(moment)
         return moment.zero_()
@@ -100,21 +103,6 @@ class CpuBackend:
             columns[index] = _columns(bucket, index)
         sums: Tensor = ops.exp_avg_sq_sums(bucket.averaged, bucket.state.exp_avg_sq_scales, columns)
         return sums
-
-
-def _numbers(bucket: Bucket) -> Tensor | None:
-    """The numbers of all elements as csrc/cpu/operands.h wants them, if rounding is stochastic."""
-    if not bucket.element_numbers:
-        return None
-    return int64s(chain.from_iterable((numbers.first, *numbers.strides) for numbers in bucket.element_numbers))
-
-
-def _block_numbers(bucket: Bucket) -> Tensor | None:
-    """The numbers of all blocks as csrc/cpu/operands.h wants them, if there are any."""
-    if not bucket.coded:
-        return None
-    none = BlockNumbers(0, 0)
-    return int64s(chain.from_iterable(bucket.block_numbers.get(index, none) for index in range(len(bucket.params))))
 
 
 def _columns(bucket: Bucket, index: int) -> int:

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.core.backend import Backend, Plan
 from swd_fused.core.bucket import Bucket
-from swd_fused.core.schedule import Gate
 from swd_fused.core.values import HyperRow
 from swd_fused.decay import decay_factor
 from swd_fused.devices.transfer import scalar_dtype
@@ -42,16 +42,7 @@ CPU_PIECE = 1 << 20
 DEVICE_PIECE = 1 << 26
 
 
-class TorchPlan:
-    """Keeps nothing: tensors are taken as they are."""
-
-    copies: Sequence[Tensor] = ()
-
-    def for_capture(self) -> TorchPlan:
-        return self
-
-
-class TorchBackend:
+class TorchBackend(Backend):
     is_capturable = False
     is_atomic = False
     counts_writes = True
@@ -59,11 +50,8 @@ class TorchBackend:
     def description(self, device: torch.device) -> str:
         return "torch"
 
-    def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
-
-    def plan(self, bucket: Bucket) -> TorchPlan:
-        return TorchPlan()
+    def plan(self, bucket: Bucket) -> Plan:
+        return Plan()  # tensors are taken as they are
 
     def begin(self, bucket: Bucket) -> None:
         """Has nothing to prepare."""
@@ -116,9 +104,6 @@ class TorchBackend:
                 piece.store(operands, keys[index])
                 sums[index] += sum_of(piece.averaged())
         return grad_sq
-
-    def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> None:
-        return None
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         sums = torch.zeros(len(bucket.params), dtype=scalar_dtype(bucket.device), device=bucket.device)
@@ -212,29 +197,26 @@ class Piece:
     """A part of a parameter and of its state, as views of what is stored."""
 
     def __init__(self, bucket: Bucket, index: int, cut: Cut) -> None:
+        def part_of(tensors: Sequence[Tensor], cut: Cut = cut) -> Tensor | None:
+            return cut.of(tensors[index]) if tensors else None
+
         self._bucket, self._index, self._cut, state = bucket, index, cut, bucket.state
-        self._param = cut.of(bucket.params[index])
-        self._master = cut.of(state.masters[index]) if state.masters else None
+        self._param, self._master = cut.of(bucket.params[index]), part_of(state.masters)
         self._exp_avg, self._exp_avg_sq = cut.of(state.exp_avgs[index]), cut.of(state.exp_avg_sqs[index])
-        self._maximum = cut.of(state.max_exp_avg_sqs[index]) if bucket.amsgrad else None
-        self._average = cut.of(state.ema_params[index]) if state.ema_params else None
-        self._scales: list[Tensor] = []  # of both moments, where these are 8-bit codes
-        if index in bucket.block_numbers:
-            rows = cut if self._param.dim() > 1 else Cut(0, cut.begin // BLOCK, blocks_of_row(cut.length))
-            self._scales = [rows.of(scales[index]) for scales in (state.exp_avg_scales, state.exp_avg_sq_scales)]
-            self._blocks = rows
+        self._maximum, self._average = part_of(state.max_exp_avg_sqs), part_of(state.ema_params)
+        self._has_codes = index in bucket.block_numbers
+        if self._has_codes:
+            self._blocks = cut if self._param.dim() > 1 else Cut(0, cut.begin // BLOCK, blocks_of_row(cut.length))
+            scales = state.exp_avg_scales[index], state.exp_avg_sq_scales[index]
+            self._exp_avg_scales, self._exp_avg_sq_scales = map(self._blocks.of, scales)
 
     def of(self, tensor: Tensor) -> Tensor:
         return self._cut.of(tensor)
 
-    def exp_avg(self) -> Tensor:
-        """Returns the first moment in at least 32 bits."""
-        return eight_bit.decoded("exp_avg", self._exp_avg, self._scales[0]) if self._scales else widened(self._exp_avg)
-
     def exp_avg_sq(self) -> Tensor:
         """Returns the second moment in at least 32 bits."""
-        if self._scales:
-            return eight_bit.decoded("exp_avg_sq", self._exp_avg_sq, self._scales[1])
+        if self._has_codes:
+            return eight_bit.decoded("exp_avg_sq", self._exp_avg_sq, self._exp_avg_sq_scales)
         return widened(self._exp_avg_sq)
 
     def averaged(self) -> Tensor:
@@ -242,63 +224,60 @@ class Piece:
         return self.exp_avg_sq() if self._maximum is None else widened(self._maximum)
 
     def operands(self) -> Operands:
-        exp_avg_sq = self.exp_avg_sq()
-        dtype = exp_avg_sq.dtype
+        exp_avg, exp_avg_sq = self._exp_avg, self.exp_avg_sq()
+        if self._has_codes:
+            exp_avg = eight_bit.decoded("exp_avg", exp_avg, self._exp_avg_scales)
         weight = self._param if self._master is None else self._master
         if weight.dtype == torch.int16:
             weight = joined(self._param, weight)
-        maximum = None if self._maximum is None else self._maximum.to(dtype)
-        average = None if self._average is None else self._average.to(dtype)
-        return Operands(weight.to(dtype), self.exp_avg().to(dtype), exp_avg_sq, maximum, average)
+        optional = (None if each is None else each.to(exp_avg_sq.dtype) for each in (self._maximum, self._average))
+        return Operands(weight.to(exp_avg_sq.dtype), exp_avg.to(exp_avg_sq.dtype), exp_avg_sq, *optional)
 
     def store(self, operands: Operands, rounding_key: Tensor) -> None:
         """Rounds what was computed to how it is kept, once."""
-        if self._scales:
-            self._encode(operands, rounding_key)
+        weight, exp_avg, exp_avg_sq, maximum, average = operands
+        if self._has_codes:
+            self._encode(exp_avg, exp_avg_sq, rounding_key)
         else:
-            keep(self._exp_avg, operands.exp_avg)
-            keep(self._exp_avg_sq, operands.exp_avg_sq)
-        if self._maximum is not None and operands.maximum is not None:
-            keep(self._maximum, operands.maximum)
-        if self._average is not None and operands.average is not None:
-            keep(self._average, operands.average)
-        weight = operands.param
-        if self._master is not None:
-            if self._master.dtype == torch.int16:
-                weight, remainder = split(weight.to(torch.float32))
-                keep(self._master, remainder)
-            else:
-                keep(self._master, weight)
+            keep(self._exp_avg, exp_avg)
+            keep(self._exp_avg_sq, exp_avg_sq)
+        keep(self._maximum, maximum)
+        keep(self._average, average)
+        if self._master is not None and self._master.dtype == torch.int16:
+            weight, remainder = split(weight.to(torch.float32))
+            keep(self._master, remainder)
+        elif self._master is not None:
+            keep(self._master, weight)
         elif self._bucket.options.stochastic_rounding and self._param.dtype == torch.bfloat16:
             numbers = self._bucket.element_numbers[self._index]
             numbers = numbers.from_index(self._cut.dim, self._cut.begin) if self._param.dim() else numbers
             weight = stochastically_rounded(weight, rounding_key, numbers)
         keep(self._param, weight)
 
-    def _encode(self, operands: Operands, rounding_key: Tensor) -> None:
+    def _encode(self, exp_avg: Tensor, exp_avg_sq: Tensor, rounding_key: Tensor) -> None:
         """Stores both moments in 8 bits, stochastically rounded."""
         numbers, (_, begin, length) = self._bucket.block_numbers[self._index], self._blocks
-        device = self._param.device
         if self._param.dim() > 1:
-            blocks = numbers.of_rows(begin, begin + length, self._scales[0].shape[1], device)
+            blocks = numbers.of_rows(begin, begin + length, self._exp_avg_scales.shape[1], self._param.device)
         else:
-            blocks = numbers._replace(first=numbers.first + begin).of_rows(0, 1, length, device)
-        noises = eight_bit.noise_of_blocks(eight_bit.moment_keys(rounding_key), blocks)
-        stored = (self._exp_avg, self._scales[0]), (self._exp_avg_sq, self._scales[1])
-        for key, noise, tensors in zip(("exp_avg", "exp_avg_sq"), noises, stored, strict=True):
-            for tensor, value in zip(tensors, eight_bit.encoded(key, getattr(operands, key), noise), strict=True):
-                tensor.copy_(value)
+            blocks = numbers._replace(first=numbers.first + begin).of_rows(0, 1, length, self._param.device)
+        noise, root_noise = eight_bit.noise_of_blocks(eight_bit.moment_keys(rounding_key), blocks)
+        codes, scales = eight_bit.encoded("exp_avg", exp_avg, noise)
+        keep(self._exp_avg, codes)
+        keep(self._exp_avg_scales, scales)
+        codes, scales = eight_bit.encoded("exp_avg_sq", exp_avg_sq, root_noise)
+        keep(self._exp_avg_sq, codes)
+        keep(self._exp_avg_sq_scales, scales)
 
 
 def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
     """Cuts a parameter and its state. One whose moments are in 8 bits is cut between rows, or blocks of a vector."""
     param = bucket.params[index]
+    cuts = cuts_of(param)
     if index in bucket.block_numbers:
-        for rows, _ in eight_bit.pieces(param.shape, limit_of(param)):
-            yield Piece(bucket, index, Cut(0, rows.start, min(rows.stop, param.shape[0]) - rows.start))
-    else:
-        for cut in cuts_of(param):
-            yield Piece(bucket, index, cut)
+        rows = (rows for rows, _ in eight_bit.pieces(param.shape, limit_of(param)))
+        cuts = (Cut(0, each.start, min(each.stop, param.shape[0]) - each.start) for each in rows)
+    return (Piece(bucket, index, cut) for cut in cuts)
 
 
 def cuts_of(tensor: Tensor) -> Iterator[Cut]:
@@ -320,9 +299,9 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < torch.float32.itemsize else tensor
 
 
-def keep(stored: Tensor, value: Tensor) -> None:
-    """Stores a value unless it is what is stored."""
-    if stored is not value:
+def keep(stored: Tensor | None, value: Tensor | None) -> None:
+    """Stores a value, if there is one, unless it is what is stored."""
+    if stored is not None and value is not None and stored is not value:
         stored.copy_(value)
 
 

@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from swd_fused.core.bucket import Bucket
 
 
-class Plan(Protocol):
+class Plan:
     """Holds what a backend keeps of a bucket from step to step."""
 
-    @property
-    def copies(self) -> Sequence[Tensor]:
-        """Copies of tensors that kernels cannot walk, which take part in their place."""
+    copies: Sequence[Tensor] = ()  # of tensors that kernels cannot walk, which take part in their place
 
     def for_capture(self) -> Plan:
         """Returns a copy for a step that is captured in a CUDA graph."""
+        return self
 
 
 class Backend(Protocol):
@@ -42,6 +41,7 @@ class Backend(Protocol):
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns zeros in the shape and, as far as they are dense, the strides of `like`."""
+        return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
 
     def plan(self, bucket: Bucket) -> Plan:
         """Describes checked tensors to the kernels. Raises for tensors that only a kernel can refuse."""
@@ -70,6 +70,7 @@ class Backend(Protocol):
     def step(self, bucket: Bucket, gate: Gate, lagged: bool) -> Tensor | None:
         """Takes both passes as one, of a bucket that is the whole model. Returns (exp_avg_sq_mean, grad_norm, skip), or
         None where the passes must be taken one by one, having done nothing."""
+        return None
 
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         """Returns by tensor the `bucket.sums` that `pass2` leaves, bit for bit, from the stored moments."""

@@ -23,8 +23,9 @@ from swd_fused.state.rounding import element_numbers
 
 DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
 
-# The address of a gradient that is not there. Not 0, which is the address of an empty one. As in csrc/cpu/operands.h.
-NO_GRAD = -1
+# The address of a gradient that is not there. Not 0, which is the address of an empty one; and aligned, as gradients
+# mostly are. As in csrc/cpu/operands.h.
+NO_GRAD = -16
 
 
 class Entries(NamedTuple):

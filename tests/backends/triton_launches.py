@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import FusedAdamS
-from swd_fused.backends.triton import backend, launch
+from swd_fused.backends.triton import launch
 from swd_fused.backends.triton.kernels.tables import SUM
 from swd_fused.core.bucket import Bucket
 
@@ -22,7 +22,6 @@ def launches(split: bool) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "INTERPRETED_PROGRAMS", 3)
-        patch.setattr(backend, "can_wait", lambda *_: False)
         launch.programs_on.cache_clear()
         yield
     launch.programs_on.cache_clear()

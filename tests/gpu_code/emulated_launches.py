@@ -13,8 +13,7 @@ from torch import Tensor
 
 from swd_fused import backends
 from swd_fused.backends.triton import plan as triton_plan
-from swd_fused.backends.triton.launch import ARGUMENTS, Dtypes, Variant
-from swd_fused.backends.triton.operands import GRADS, columns_of, scales_of
+from swd_fused.backends.triton.launch import ARGUMENTS, Variant
 from swd_fused.core.bucket import Bucket
 
 from .offline_compiler import Configuration, submit
@@ -33,18 +32,19 @@ class Emulator:
         self.statistics: list[tuple[str, Statistics]] = []
         self.operands: list[Span] = []  # of the bucket that a kernel is launched for
 
-    def launcher_for(
-        self, kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
-    ) -> Launcher:
+    def launcher_for(self, kernel: Any, device: torch.device, variant: Variant, sum_grads: bool = False) -> Launcher:
         has_choice = "SUM_GRADS" in kernel.arg_names
-        return Launcher(self, kernel, Configuration(dtypes, variant, sum_grads or not has_choice))
+        return Launcher(self, kernel, Configuration(variant, sum_grads or not has_choice))
 
     def note_operands(self, bucket: Bucket) -> None:
         """A tensor that takes part as a copy may be touched too, since nobody knows here which one it is."""
         self.operands = [
-            span_of(tensor, READABLE if column == GRADS else READABLE | WRITABLE)
-            for column, tensors in enumerate([*columns_of(bucket), *scales_of(bucket), bucket.plan.copies])
-            for tensor in tensors
+            *(span_of(grad, READABLE) for grad in bucket.present_grads),
+            *(
+                span_of(tensor, READABLE | WRITABLE)
+                for tensors in [*triton_plan.columns_of(bucket), bucket.plan.copies]
+                for tensor in tensors
+            ),
         ]
 
 
@@ -59,9 +59,7 @@ class Launcher:
         spans, values = list(emulator.operands), []
         for name, arg in zip(self.arguments, args, strict=True):
             if isinstance(arg, Tensor):
-                storage = arg.untyped_storage()  # rows for codes are before those for tensors
-                rights = READABLE | (WRITABLE if name in WRITTEN else 0)
-                spans.append(Span(storage.data_ptr(), storage.nbytes(), rights))
+                spans.append(span_of(arg, READABLE | (WRITABLE if name in WRITTEN else 0)))
             values.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
         code = emulated(self.name, emulator.arch, self.configuration)
         statistics = code.run(Memory(spans), values, programs, binary.threads, binary.shared_bytes, **emulator.options)

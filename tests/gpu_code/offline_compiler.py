@@ -16,11 +16,10 @@ from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.launch import (
     ARGUMENTS,
     FEW_SPILLS,
-    MORE_REGISTERS,
-    Dtypes,
     Variant,
     compile_options,
     constants_for,
+    options_in_turn,
 )
 
 from .machine_code import MachineCode, read_amdgcn, read_cubin
@@ -44,38 +43,30 @@ FURTHER_ARCHITECTURES = {
 }
 
 F32, F64, BF16, F16, I16 = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16
-PLAIN = Variant(amsgrad=False, master=False, stochastic=False)
 
 
 class Configuration(NamedTuple):
-    dtypes: Dtypes
-    variant: Variant = PLAIN
+    variant: Variant
     sum_grads: bool = True
 
 
 CONFIGURATIONS = {
-    "fp32": Configuration(Dtypes(F32, F32, F32, F32, F32, F32)),
-    "bf16": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16)),
-    "fp16": Configuration(Dtypes(F16, F16, F32, F32, F32, F16)),
-    "fp64": Configuration(Dtypes(F64, F64, F64, F64, F64, F64)),
-    "fp32 with bf16 gradients": Configuration(Dtypes(F32, BF16, F32, F32, F32, F32)),
-    "bf16 with masters": Configuration(Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(master=True)),
-    "fp16 with masters": Configuration(Dtypes(F16, F16, F32, F32, F32, F32), PLAIN._replace(master=True)),
-    "bf16 rounded by chance": Configuration(Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(stochastic=True)),
-    "bf16 with bf16 exp_avg": Configuration(Dtypes(BF16, BF16, BF16, F32, F32, BF16)),
-    "fp32 in 8 bits": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True)),
-    "bf16 in 8 bits": Configuration(
-        Dtypes(BF16, BF16, F32, F32, F32, BF16), PLAIN._replace(coded=True, stochastic=True)
-    ),
-    "bf16 with masters in 8 bits": Configuration(
-        Dtypes(BF16, BF16, F32, F32, F32, I16), PLAIN._replace(coded=True, master=True)
-    ),
-    "fp32 amsgrad in 8 bits": Configuration(
-        Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(coded=True, amsgrad=True)
-    ),
-    "fp32 with l2": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(adds_l2=True)),
-    "fp32 cautious": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(cautious=True)),
-    "fp32 amsgrad": Configuration(Dtypes(F32, F32, F32, F32, F32, F32), PLAIN._replace(amsgrad=True)),
+    "fp32": Configuration(Variant(F32, F32, F32, F32, F32, F32)),
+    "bf16": Configuration(Variant(BF16, BF16, F32, F32, F32, BF16)),
+    "fp16": Configuration(Variant(F16, F16, F32, F32, F32, F16)),
+    "fp64": Configuration(Variant(F64, F64, F64, F64, F64, F64)),
+    "fp32 with bf16 gradients": Configuration(Variant(F32, BF16, F32, F32, F32, F32)),
+    "bf16 with masters": Configuration(Variant(BF16, BF16, F32, F32, F32, I16, master=True)),
+    "fp16 with masters": Configuration(Variant(F16, F16, F32, F32, F32, F32, master=True)),
+    "bf16 rounded by chance": Configuration(Variant(BF16, BF16, F32, F32, F32, BF16, stochastic=True)),
+    "bf16 with bf16 exp_avg": Configuration(Variant(BF16, BF16, BF16, F32, F32, BF16)),
+    "fp32 in 8 bits": Configuration(Variant(F32, F32, F32, F32, F32, F32, coded=True)),
+    "bf16 in 8 bits": Configuration(Variant(BF16, BF16, F32, F32, F32, BF16, coded=True, stochastic=True)),
+    "bf16 with masters in 8 bits": Configuration(Variant(BF16, BF16, F32, F32, F32, I16, coded=True, master=True)),
+    "fp32 amsgrad in 8 bits": Configuration(Variant(F32, F32, F32, F32, F32, F32, coded=True, amsgrad=True)),
+    "fp32 with l2": Configuration(Variant(F32, F32, F32, F32, F32, F32, adds_l2=True)),
+    "fp32 cautious": Configuration(Variant(F32, F32, F32, F32, F32, F32, cautious=True)),
+    "fp32 amsgrad": Configuration(Variant(F32, F32, F32, F32, F32, F32, amsgrad=True)),
 }
 
 
@@ -103,8 +94,8 @@ def _processes() -> ProcessPoolExecutor:
 
 def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> Binary:
     kernel = getattr(kernels, name)
-    dtypes, variant, sum_grads = configuration
-    constants = constants_for(dtypes, variant, sum_grads)
+    variant, sum_grads = configuration
+    constants = constants_for(variant, sum_grads)
     names = kernel.arg_names
     types = argument_types()
     source = ASTSource(
@@ -119,22 +110,21 @@ def compile_kernel(name: str, arch: int | str, configuration: Configuration) -> 
     )
     is_amd = isinstance(arch, str)
     warp_size = 64 if is_amd else 32
-    options = compile_options(kernel, dtypes, is_amd, warp_size)
+    options = compile_options(kernel, variant, is_amd, warp_size)
     target = GPUTarget("hip" if is_amd else "cuda", arch, warp_size)
-    compiled = triton.compile(source, target=target, options=options)
-    code = read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"])
-    spills_many = code.stack_bytes > 4 * FEW_SPILLS
-    for most in MORE_REGISTERS:
-        if code.stack_bytes > 4 * FEW_SPILLS and not is_amd:
-            compiled = triton.compile(source, target=target, options={**options, "maxnreg": most})
-            code = read_cubin(compiled.asm["cubin"])
+    tried = 0
+    for tried, each in enumerate(options_in_turn(options)):  # noqa: B007
+        compiled = triton.compile(source, target=target, options=dict(each))
+        code = read_amdgcn(compiled.asm["amdgcn"]) if is_amd else read_cubin(compiled.asm["cubin"])
+        if code.stack_bytes <= 4 * FEW_SPILLS:
+            break
     return Binary(
         compiled.asm.get("ptx", ""),
         compiled.metadata.num_warps * warp_size,
         compiled.metadata.shared,
         compiled.metadata.launch_cooperative_grid,
         code,
-        spills_many,
+        tried > 0,
     )
 
 

@@ -184,7 +184,7 @@ def test_kernels_that_are_not_built_are_missed_aloud() -> None:
     with pytest.raises(RuntimeError, match=r"not built \(a reason\).*pip install -e \."):
         FusedAdamS(params, backend="cpu")
     with pytest.warns(
-        UserWarning, match=rf"not built \(a reason\).*pip install -e \.` in {ROOT}.*another folder"
+        UserWarning, match=rf"not built \(a reason\).*is in {ROOT}: .*pip install -e \.` there.*elsewhere"
     ) as caught:
         _ = [FusedAdamS(params) for _ in range(2)]
     assert len(caught) == 1

@@ -51,7 +51,7 @@ def shared_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With half of the multiprocessors that its properties say."""
     monkeypatch.setattr(gpu.settings, "multiprocessors", gpu.settings.multiprocessors // 2)
     yield
-    launch._refused_cooperation.clear()
+    launch._can_wait.clear()
 
 
 @pytest.mark.usefixtures("shared_device")
@@ -71,15 +71,6 @@ def test_a_device_with_fewer_multiprocessors_than_it_says_gets_split_launches(am
     run(twins, grads, FusedAdamS(twins, amsgrad=amsgrad, backend="torch"))
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param, twin, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.usefixtures("shared_device")
-def test_a_refusal_is_known_by_what_the_driver_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a later driver have other words than those that are known."""
-    monkeypatch.setattr(launch, "TOO_LARGE_IN_WORDS", "other words")
-    params, grads = random_params(SHAPES), random_grads(SHAPES, 1)
-    with pytest.warns(UserWarning, match="fewer multiprocessors than its properties say"):
-        run(params, grads, FusedAdamS(params, backend="triton"))
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "lagged"}, {"skip_nonfinite": True}], ids=str)

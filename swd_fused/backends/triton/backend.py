@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swd_fused.backends.triton import launch as triton_launch
 from swd_fused.backends.triton.kernels import kernels
 from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
-from swd_fused.backends.triton.launch import INTERPRETED, can_launch_cooperatively, refuses_cooperation
+from swd_fused.backends.triton.launch import INTERPRETED, can_wait, refuses_cooperation
 from swd_fused.backends.triton.plan import PASSES, Plan
+from swd_fused.core.backend import Backend
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.schedule import Gate
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     is_capturable = True
     is_atomic = True  # one launch
     counts_writes = False
@@ -22,10 +22,7 @@ class TritonBackend:
     def description(self, device: torch.device) -> str:
         if INTERPRETED:
             return "triton (interpreted)"
-        return "triton" if can_launch_cooperatively(device) else "triton (in two launches: no cooperative ones here)"
-
-    def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
+        return "triton" if can_wait(device) else "triton (in two launches: no cooperative ones here)"
 
     def plan(self, bucket: Bucket) -> Plan:
         return Plan(bucket)
@@ -111,8 +108,3 @@ class TritonBackend:
     def exp_avg_sq_sums(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
         return plan.sums_by_tensor(bucket)
-
-
-def can_wait(device: torch.device) -> bool:
-    """Whether the programs of a grid can wait for one another. The interpreter runs one after another."""
-    return triton_launch.INTERPRETED_PROGRAMS == 1 if INTERPRETED else can_launch_cooperatively(device)

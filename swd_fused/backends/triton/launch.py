@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 import re
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -16,26 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swd_fused.backends.triton.kernels import kernels, memory
-from swd_fused.core.bucket import Bucket
+from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.user_warning import warn_user
 
 # Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
 # autotuning: trial runs of an update would apply it again.
-THREADS: int = memory.THREADS.value
+THREADS: int = tables.THREADS.value
+ALIGNMENT: int = tables.ALIGNMENT.value
 BLOCK = 512
-ALIGNMENT = 16  # of the widest access, in bytes
 
 # To reach its bandwidth an H100 needs 18 KB on their way to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42
 # (8 TB/s at 800 ns). With 96 to 160 bytes of an update for each thread 3 or 4 programs are enough; more than 8 would
 # only make sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# MI200, MI300 and MI350. Each of a multiprocessor's four SIMDs has 512 vector registers for each lane, given out in
-# units of 8: together 131,072, of which torch may report 65,536. HIP counts in this way when it allows a cooperative
-# launch.
-CDNA = ("gfx90a", "gfx942", "gfx950")
-SIMDS, REGISTERS_OF_SIMD = 4, 512
+# Each of a multiprocessor's four parts has 512 registers for each lane of a warp: 65,536 on NVIDIA's devices, and
+# 131,072 on AMD's MI200, MI300 and MI350, of which torch may report half. They are given out in units of 8.
+PARTS, REGISTERS_OF_LANE, REGISTERS_UNIT = 4, 512, 8
 
 # Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
 # registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
@@ -57,7 +52,7 @@ ARGUMENTS: dict[str, torch.dtype | int] = {
     **dict.fromkeys(("results", "totals", "last", "sums", "slots", "hyper", "limits"), torch.float64),
     **dict.fromkeys(("exp_avg_sq_mean", "grad_factor", "skip"), torch.float64),
     **dict.fromkeys(("steps", "grad_scale", "found_inf"), torch.float32),
-    **dict.fromkeys(("tensors", "segments"), torch.int64),
+    **dict.fromkeys(("tensors", "grads", "segments"), torch.int64),
     **dict.fromkeys(("counter", "program_segments"), torch.int32),
     **dict.fromkeys(("n_tensors", "n_segments"), 0),
 }
@@ -81,17 +76,12 @@ class Launcher:
         if self._compiled is None:
             args = list(map(ARGUMENTS.__getitem__, self.arguments))
             with torch.cuda.device(self._device):
-                self._compiled = self._compile(args, self._options)
-                for most in MORE_REGISTERS:
-                    spills_many = self._compiled.n_spills > FEW_SPILLS
-                    if spills_many and most > self._options.get("maxnreg", math.inf):
-                        self._compiled = self._compile(args, {**self._options, "maxnreg": most})
+                for options in options_in_turn(self._options):
+                    self._compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **options)
+                    self._compiled[1, 1, 1]  # loads it, so that its registers are known
+                    if self._compiled.n_spills <= FEW_SPILLS:
+                        break
         return self._compiled
-
-    def _compile(self, args: Sequence[torch.dtype | int], options: Mapping[str, Any]) -> Any:
-        compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **options)
-        compiled[1, 1, 1]  # loads it, so that its registers are known
-        return compiled
 
     def __call__(self, programs: int, *args: Tensor | int) -> None:
         if INTERPRETED:
@@ -114,8 +104,8 @@ class Launcher:
 # --- What kernels are compiled for
 
 
-class Dtypes(NamedTuple):
-    """The combination of dtypes that a kernel is compiled for."""
+class Variant(NamedTuple):
+    """Names what kernels are compiled for: dtypes first, then what they do."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -123,163 +113,117 @@ class Dtypes(NamedTuple):
     exp_avg_sq: torch.dtype
     averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq itself
     weight: torch.dtype  # of what is updated: masters, their remainders in int16, or parameters themselves
-
-    @property
-    def compute(self) -> torch.dtype:
-        return torch.promote_types(self.averaged, torch.float32)
-
-    @property
-    def vector(self) -> int:
-        """Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a
-        warp is one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses."""
-        return ALIGNMENT // max(dtype.itemsize for dtype in self)
-
-
-class Variant(NamedTuple):
-    """Names what kernels are compiled for besides dtypes."""
-
-    amsgrad: bool
-    master: bool
-    stochastic: bool
+    amsgrad: bool = False
+    master: bool = False
+    stochastic: bool = False
     adds_l2: bool = False
     coded: bool = False  # whether any tensor's moments are kept in 8 bits
     cautious: bool = False  # whether any group decays cautiously
     averages: bool = False  # whether weights are averaged
 
 
-def variant_of(bucket: Bucket, dtypes: Dtypes, coded: bool) -> Variant:
-    stochastic = bucket.options.stochastic_rounding and dtypes.param == torch.bfloat16
-    adds_l2, cautious = bucket.options.decay == "l2", any(row.cautious for row in bucket.hyper.rows)
-    masters, averages = bool(bucket.state.masters), bool(bucket.state.ema_params)
-    return Variant(bucket.amsgrad, masters, stochastic, adds_l2, coded, cautious, averages)
+DTYPES = 6  # they come first
 
 
 @cache
-def launcher_for(
-    kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant, sum_grads: bool = False
-) -> Launcher:
+def launcher_for(kernel: Any, device: torch.device, variant: Variant, sum_grads: bool = False) -> Launcher:
     # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
     warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
-    options = compile_options(kernel, dtypes, torch.version.hip is not None, warp_size)
-    return Launcher(kernel, device, constants_for(dtypes, variant, sum_grads), options)
+    options = compile_options(kernel, variant, torch.version.hip is not None, warp_size)
+    return Launcher(kernel, device, constants_for(variant, sum_grads), options)
 
 
 # What the kernels see of that: Triton's dtypes, and elements in an access, in a block, and in one of the shorter blocks
 # where elements are taken singly, whose masks and addresses take many registers.
-Config = cast(Any, namedtuple("Config", [*Dtypes._fields, "compute", "vector", "block", "tail", *Variant._fields]))
+Config = cast(Any, namedtuple("Config", [*Variant._fields, "compute", "vector", "block", "tail"]))
 
 
-def constants_for(dtypes: Dtypes, variant: Variant, sum_grads: bool) -> dict[str, Any]:
+def constants_for(variant: Variant, sum_grads: bool) -> dict[str, Any]:
     """Returns the compile-time constants by the kernels' names for them."""
-    vectors = THREADS * dtypes.vector
+    dtypes: list[Any] = [*variant[:DTYPES], torch.promote_types(variant.averaged, torch.float32)]
+    # Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a warp is
+    # one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses.
+    vector = ALIGNMENT // max(dtype.itemsize for dtype in dtypes[:-1])
+    vectors = THREADS * vector
     # Tensors without codes are few and small among those that have them, and must not be what decides about registers.
-    sizes = dtypes.vector, vectors if variant.coded else LOADS_IN_FLIGHT * vectors, vectors // 2
-    names = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, dtypes.compute))
-    config = Config(*(getattr(tl, name) for name in names), *sizes, *variant)
-    return {"CONFIG": config, "GRAD": config.grad, "COMPUTE": config.compute, "SUM_GRADS": sum_grads}
+    sizes = vector, vectors if variant.coded else LOADS_IN_FLIGHT * vectors, vectors // 2
+    *names, compute = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    config = Config(*names, *variant[DTYPES:], compute, *sizes)
+    return {"CONFIG": config, "SUM_GRADS": sum_grads}
 
 
-def compile_options(kernel: Any, dtypes: Dtypes, hip: bool, warp_size: int) -> dict[str, Any]:
+def compile_options(kernel: Any, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:
     # Fusion is said aloud, since Triton means to change its default.
     options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     if kernel is kernels.exact_step_kernel:
         options["launch_cooperative_grid"] = True
-    return options if hip else {**options, "maxnreg": most_registers(kernel, dtypes)}
+    if not hip:
+        # So few that enough programs are resident: 96 let 5 be, 128 let 4. Left alone NVIDIA's compiler takes up to 255
+        # for some kernels. Found by compiling for sm_80, sm_90, sm_100 and sm_120. On the last one some kernels for
+        # 16-bit weights and 8-bit moments spill in their loops, as do float64's on sm_100: `Launcher` gives them more.
+        has_16_bits = variant.weight.itemsize == variant.exp_avg.itemsize == 2
+        options["maxnreg"] = 96 if kernel is kernels.exact_step_kernel and has_16_bits else 128
+    return options
 
 
-def most_registers(kernel: Any, dtypes: Dtypes) -> int:
-    """Returns so few that enough programs are resident: 96 let 5 be, 128 let 4. Left alone NVIDIA's compiler takes up
-    to 255 for some kernels.
-
-    Found by compiling for sm_80, sm_90, sm_100 and sm_120. On the last one some kernels for 16-bit weights and 8-bit
-    moments spill in their loops, as do float64's on sm_100: `Launcher` gives them more.
-    """
-    has_16_bits = dtypes.weight.itemsize == dtypes.exp_avg.itemsize == 2
-    return 96 if kernel is kernels.exact_step_kernel and has_16_bits else 128
+def options_in_turn(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the options to try, until few registers are spilled. AMD's compiler is given no number of registers."""
+    return [options, *({**options, "maxnreg": most} for most in MORE_REGISTERS if "maxnreg" in options)]
 
 
 @cache
-def programs_on(kernel: Any, device: torch.device, dtypes: Dtypes, variant: Variant) -> int:
+def programs_on(kernel: Any, device: torch.device, variant: Variant) -> int:
     """Returns as many programs of the kernel as the device holds at once."""
     if INTERPRETED:
         return INTERPRETED_PROGRAMS
-    return resident_programs(launcher_for(kernel, device, dtypes, variant, sum_grads=True).compiled(), device)
+    return resident_programs(launcher_for(kernel, device, variant, sum_grads=True).compiled(), device)
 
 
 def resident_programs(compiled: Any, device: torch.device) -> int:
     """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, of which
     the last is thin, and could not be launched cooperatively."""
     properties: Any = torch.cuda.get_device_properties(device)
-    registers = max(8, -(-compiled.n_regs // 8) * 8)  # given out in units of 8 for each thread
-    if torch.version.hip is not None and properties.gcnArchName.partition(":")[0] in CDNA:
-        programs = SIMDS * (REGISTERS_OF_SIMD // registers) * properties.warp_size // THREADS
-    else:
-        programs = properties.regs_per_multiprocessor // (registers * THREADS)
+    registers = max(1, -(-compiled.n_regs // REGISTERS_UNIT)) * REGISTERS_UNIT
     limits: tuple[int, ...] = (
         PROGRAMS_PER_MULTIPROCESSOR,
         properties.max_threads_per_multi_processor // THREADS,
-        programs,
+        PARTS * (REGISTERS_OF_LANE // registers) * properties.warp_size // THREADS,
     )
-    multiprocessors: int = properties.multi_processor_count
-    return max(1, min(limits)) * multiprocessors
+    return max(1, min(limits)) * int(properties.multi_processor_count)
 
 
 # --- What a device can launch
 
-# Devices that have refused a cooperative launch of as many programs as they should hold.
-_refused_cooperation: set[torch.device] = set()
+_can_wait: dict[torch.device, bool] = {}
 
 
-def can_launch_cooperatively(device: torch.device) -> bool:
-    return device not in _refused_cooperation and _driver_launches_cooperatively(device)
+def can_wait(device: torch.device) -> bool:
+    """Returns whether the programs of a grid can wait for one another, which takes a cooperative launch.
+
+    All CUDA devices that Triton serves can do that. Of AMD's the driver tells; an old Triton (3.6) does not ask it. The
+    interpreter runs one program after another.
+    """
+    if INTERPRETED:
+        return INTERPRETED_PROGRAMS == 1
+    if device not in _can_wait:
+        utils = triton.runtime.driver.active.utils if torch.version.hip is not None else None
+        _can_wait[device] = utils is None or bool(utils.get_device_properties(device.index).get("cooperativeLaunch", 1))
+    return _can_wait[device]
 
 
 def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
     """Returns whether this error of a launch is a refusal of its grid, and remembers that, with a warning. Nothing has
     run then. Under MPS and in green contexts a device has fewer multiprocessors than its properties say."""
-    if not is_too_large_a_grid(str(error)):
+    # "Triton Error [CUDA]: too many blocks in cooperative launch", "Triton Error [HIP]: Code: 720, Messsage: ...".
+    if not re.search(r"cooperative launch|Code: 720\b", str(error)):
         return False
-    _refused_cooperation.add(device)
+    _can_wait[device] = False
     warn_user(
         f"{device} refused a cooperative launch of one program for each place that it should have: it seems to have "
         "fewer multiprocessors than its properties say, as under MPS or in a green context. FusedAdamS goes on with "
         "two launches for each step.",
     )
     return True
-
-
-# cudaErrorCooperativeLaunchTooLarge, and HIP's error of the same number. Triton 3.6 to 3.9 raise "Triton Error [HIP]:
-# Code: 720, Messsage: ..." on ROCm. On CUDA they raise the driver's words alone, without a number.
-TOO_LARGE = 720
-TOO_LARGE_IN_WORDS = "too many blocks in cooperative launch"
-
-
-def is_too_large_a_grid(message: str) -> bool:
-    """Returns whether the message of an error stands for code 720: by the number, the usual words or this driver's."""
-    if re.search(rf"\bcode:? *{TOO_LARGE}\b", message, re.IGNORECASE):
-        return True
-    return any(words and words in message.lower() for words in (TOO_LARGE_IN_WORDS, _words_of_cuda_driver(TOO_LARGE)))
-
-
-@cache
-def _words_of_cuda_driver(code: int) -> str | None:
-    """Returns what the CUDA driver calls an error, in lower case; None where there is no driver, or it has no words."""
-    try:
-        describe = ctypes.CDLL("libcuda.so.1").cuGetErrorString
-    except (OSError, AttributeError):
-        return None
-    words = ctypes.c_char_p()
-    failed = describe(code, ctypes.byref(words)) != 0
-    return None if failed or not words.value else words.value.decode(errors="replace").lower()
-
-
-@cache
-def _driver_launches_cooperatively(device: torch.device) -> bool:
-    """All CUDA devices that Triton serves can. Of AMD's the driver tells; an old Triton (3.6) does not ask it."""
-    if torch.version.hip is None:
-        return True
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return bool(properties.get("cooperativeLaunch", 1))
 
 
 @cache

@@ -1,4 +1,9 @@
-"""The Triton backend's plan of a bucket, kept from step to step: segments of tensors, and which program walks which."""
+"""The Triton backend's plan of a bucket, kept from step to step: tensors in a table, and which program walks which.
+
+The kernels walk a tensor's memory from end to end, in the order in which its second moment lies there; where rounding
+is stochastic, or moments are kept in 8 bits, row by row, so that an element's number and block follow from its place. A
+tensor that lies in another order, or has gaps, takes part as a copy.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,22 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
-from swd_fused.backends.triton.launch import BLOCK, Dtypes, launcher_for, programs_on, variant_of
-from swd_fused.backends.triton.operands import Operands
-from swd_fused.core.bucket import Bucket
+from swd_fused.backends.triton.kernels.eight_bit import ROW_ALIGNMENT
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM, TENSOR
+from swd_fused.backends.triton.launch import ALIGNMENT, BLOCK, Variant, launcher_for, programs_on
+from swd_fused.core import backend
+from swd_fused.core.bucket import NO_GRAD, Bucket
 from swd_fused.devices import graphs
-from swd_fused.devices.transfer import from_host
+from swd_fused.devices.transfer import from_host, int64s
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import CODE_DTYPES, blocks_of_row, rows_and_columns
+from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
 from swd_fused.state.rounding import rounding_start
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
@@ -34,8 +40,6 @@ MAX_SEGMENT = 512 * BLOCK
 # What a segment costs besides its elements, in elements: keeps the programs' shares even among small tensors.
 SEGMENT_COST = 2 * BLOCK
 
-EMPTY: Mapping[int, int] = MappingProxyType({})
-
 
 class Segment(NamedTuple):
     tensor: int
@@ -44,7 +48,7 @@ class Segment(NamedTuple):
 
 
 def segments_of(
-    numels: Mapping[int, int], programs: int, columns: Mapping[int, int] = EMPTY
+    numels: Mapping[int, int], programs: int, columns: Mapping[int, int]
 ) -> tuple[list[Segment], list[int]]:
     """Tensors, by number, cut into segments; and for each program its first segment, with the end of the last's.
 
@@ -52,41 +56,84 @@ def segments_of(
     beginning is so in each segment. Tensors whose moments are kept in 8 bits, which have `columns`, are cut between
     blocks of codes; a block that ends with its row costs as much as a whole one.
     """
-    padded = {tensor: _padded(numel, columns.get(tensor)) for tensor, numel in numels.items()}
-    segments, first_of_programs = _equal_segments(padded, programs)
-    if columns:
-        segments = [_unpadded(segment, columns.get(segment.tensor)) for segment in segments]
-    return segments, first_of_programs
-
-
-def _padded(numel: int, columns: int | None) -> int:
-    """Returns the elements of a tensor with whole blocks of codes."""
-    return numel if not columns else numel // columns * blocks_of_row(columns) * CODE_BLOCK
-
-
-def _unpadded(segment: Segment, columns: int | None) -> Segment:
-    if columns is None:
-        return segment
-    per_row = blocks_of_row(columns)
-    ends = (place // CODE_BLOCK for place in (segment.start, segment.start + segment.length))
-    start, end = (block // per_row * columns + block % per_row * CODE_BLOCK for block in ends)
-    return Segment(segment.tensor, start, end - start)
-
-
-def _equal_segments(numels: Mapping[int, int], programs: int) -> tuple[list[Segment], list[int]]:
-    total = sum(numel + SEGMENT_COST for numel in numels.values())
+    padded = {  # to whole blocks of codes
+        tensor: numel // columns[tensor] * blocks_of_row(columns[tensor]) * CODE_BLOCK if columns.get(tensor) else numel
+        for tensor, numel in numels.items()
+    }
+    total = sum(numel + SEGMENT_COST for numel in padded.values())
     segments, owners, position = [], [], 0
-    for tensor, numel in numels.items():
+    for tensor, numel in padded.items():
         start = 0
         while start < numel:
             program = (position + start) * programs // total
             next_share = -(-(program + 1) * total // programs) - position
-            count = min(numel - start, MAX_SEGMENT, -(-(next_share - start) // BLOCK) * BLOCK)
-            segments.append(Segment(tensor, start, count))
+            end = min(numel, start + MAX_SEGMENT, start + -(-(next_share - start) // BLOCK) * BLOCK)
+            first, last = (_unpadded(place, columns.get(tensor)) for place in (start, end))
+            segments.append(Segment(tensor, first, last - first))
             owners.append(program)
-            start += count
+            start = end
         position += numel + SEGMENT_COST
     return segments, [bisect_left(owners, program) for program in range(programs + 1)]
+
+
+def _unpadded(place: int, columns: int | None) -> int:
+    """Returns the element at a place among whole blocks of codes."""
+    if not columns:
+        return place
+    row, block = divmod(place // CODE_BLOCK, blocks_of_row(columns))
+    return row * columns + block * CODE_BLOCK
+
+
+# --- Tensors in a table
+
+
+def columns_of(bucket: Bucket) -> list[list[Tensor]]:
+    """Returns lists of tensors in the order of the table's columns. Some may be empty."""
+    return [bucket.params, *(getattr(bucket.state, name) for name in (*PARAM_COLUMNS, *SCALE_COLUMNS))]
+
+
+def walked_layouts(bucket: Bucket) -> list[Tensor]:
+    """Returns by tensor one on the meta device, with strides in whose order its memory is walked."""
+    stochastic, layouts = bucket.options.stochastic_rounding, []
+    for index, (param, averaged) in enumerate(zip(bucket.params, bucket.averaged, strict=True)):
+        is_row_major = index in bucket.block_numbers or (stochastic and param.dtype == torch.bfloat16)
+        order = torch.contiguous_format if is_row_major else torch.preserve_format
+        layouts.append(torch.empty_like(averaged, device="meta", memory_format=order))
+    return layouts
+
+
+def walkable(tensor: Tensor, layout: Tensor) -> Tensor:
+    """Returns the tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy."""
+    if tensor.stride() == layout.stride() or all(
+        stride == wanted or size == 1
+        for size, stride, wanted in zip(tensor.shape, tensor.stride(), layout.stride(), strict=True)
+    ):
+        return tensor
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def table_of(bucket: Bucket, columns: list[list[Tensor]]) -> Tensor:
+    """Returns a row for each tensor, see `kernels.tables.TENSOR`."""
+    table = torch.zeros(len(bucket.params), TENSOR.columns, dtype=torch.int64, device="cpu")
+    for column, tensors in enumerate(columns):
+        if tensors:
+            table[:, column] = int64s(map(Tensor.data_ptr, tensors))
+    table[:, TENSOR.aligned] = (table[:, : 1 + len(PARAM_COLUMNS)] % ALIGNMENT == 0).all(1)
+    table[:, TENSOR.group] = int64s(bucket.group_indices)
+    table[:, TENSOR.number] = int64s(bucket.numbers)
+    for row, numbers, param in zip(table, bucket.element_numbers, bucket.params, strict=False):
+        # What takes more than one division is numbered from its first element on.
+        rows = numbers.rows(param.shape) or (numbers.first, param.numel(), 0)
+        row[TENSOR.first_number : TENSOR.row_pitch + 1] = int64s(rows)
+    for index in bucket.coded:
+        n_rows, length = rows_and_columns(bucket.params[index].shape)
+        codes = length, blocks_of_row(length), *bucket.block_numbers[index]
+        table[index, TENSOR.code_row_length : TENSOR.block_pitch + 1] = int64s(codes)
+        table[index, TENSOR.aligned] &= n_rows <= 1 or length % ROW_ALIGNMENT.value == 0
+    return table
+
+
+# --- Launches
 
 
 class Part:
@@ -94,26 +141,23 @@ class Part:
 
     def __init__(
         self,
-        dtypes: Dtypes,
+        variant: Variant,
         numels: Mapping[int, int],
+        columns: Mapping[int, int],
         programs: int,
         device: torch.device,
-        columns: Mapping[int, int] = EMPTY,
     ) -> None:
-        self.dtypes = dtypes
-        self.coded = bool(columns)
-        blocks = sum(-(-numel // BLOCK) for numel in numels.values())
-        self.programs = max(1, min(programs, blocks))
+        self.variant = variant
+        self.programs = max(1, min(programs, sum(-(-numel // BLOCK) for numel in numels.values())))
         segments, program_segments = segments_of(numels, self.programs, columns)
         self.n_segments = len(segments)
-        rows = torch.tensor(segments, dtype=torch.int64, device="cpu").reshape(-1, len(Segment._fields))
-        self.segments = from_host(rows, device)
+        self.segments = from_host(int64s(chain.from_iterable(segments)).view(-1, len(Segment._fields)), device)
         self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
         # -1 is no step count: nothing is known yet.
         self.sums = torch.full((max(1, self.n_segments), SUM.columns), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT.columns, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self.launchers: dict[tuple[Any, bool], Any] = {}  # by kernel, and whether it sums gradients
+        self.launchers: dict[tuple[str, bool], Any] = {}  # by kernel, and whether it sums gradients
 
 
 # Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
@@ -122,46 +166,84 @@ class Part:
 PASSES = kernels.lagged_step_kernel
 
 
-class Plan:
+class Plan(backend.Plan):
     """The operands; the parts, with the sums of their second moments; and small tensors that live on the device."""
+
+    grads: Tensor  # their addresses, on the device
 
     def __init__(self, bucket: Bucket) -> None:
         self.one, self.zero = (torch.full((), x, dtype=torch.float64, device=bucket.device) for x in (1.0, 0.0))
         self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # as GradScaler has them
         self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
         self.corrections_of_last: list[tuple[float, float]] = []  # beta2 and corrects_bias by group
-        self._operands = Operands(bucket)
-        self.copies = self._operands.copies
         self._limits: dict[tuple[float | None, int], Tensor] = {}
+        self._columns = {tensor: rows_and_columns(bucket.params[tensor].shape)[1] for tensor in bucket.coded}
         self._numels = _numels_by_dtypes(bucket)
         self.n_parts = len(self._numels)
-        self.table: Tensor
-        self._columns = _columns_of_coded(bucket)
-        self._parts: dict[Any, list[Part]] = {}
+        self._parts: dict[Any, list[Part]] = {}  # by kernel
         self._with_sums: list[Part] | None = None  # of these `sums` is up to date
+        self._addresses: list[int] = []
+        self._misaligned: Tensor | None = None  # the last bits of addresses
+        layouts, columns = walked_layouts(bucket), columns_of(bucket)
+        layouts_of_scales = [torch.empty(scale.shape, device="meta") for scale in columns[-1]]
+        walked = [
+            list(map(walkable, tensors, layouts_of_scales if column > len(PARAM_COLUMNS) else layouts))
+            for column, tensors in enumerate(columns)
+        ]
+        pairs = zip(chain.from_iterable(columns), chain.from_iterable(walked), strict=True)
+        self._copied = [(tensor, copy) for tensor, copy in pairs if copy is not tensor]
+        grads = bucket.grads_or_params
+        grad_copies = map(walkable, grads, layouts)
+        self._grad_copies = {i: copy for i, copy in enumerate(grad_copies) if copy is not grads[i]}
+        self.copies = [*self._grad_copies.values(), *(copy for _, copy in self._copied)]
+        self._table = from_host(table_of(bucket, walked), bucket.device)
 
     def for_capture(self) -> Plan:
         """Returns a copy for a step that is captured in a CUDA graph. Both use the same parts, and may replace them."""
         captured = copy.copy(self)
-        captured._operands = copy.copy(self._operands)
         captured._limits, captured._parts = self._limits.copy(), self._parts.copy()
         captured._forget_sums()
         return captured
 
     def begin(self, bucket: Bucket) -> None:
-        """Takes up the gradients of a step."""
-        self._operands.begin(bucket)
-        self.table = self._operands.table
-        if self._operands.realigned is not None:
-            self._forget_sums_of(from_host(self._operands.realigned, bucket.device))
+        """Takes up the gradients of a step, and fills the copies."""
+        if self._addresses != bucket.grad_addresses:
+            self._set_grads(bucket)
+        for index, grad_copy in self._grad_copies.items():
+            grad = bucket.grads[index]
+            if grad is not None:
+                grad_copy.copy_(grad)
+        for tensor, walked in self._copied:
+            walked.copy_(tensor)
         if graphs.any_are_shared() and bucket.is_stepped_by_graphs():
             self._forget_sums()
 
     def end(self, bucket: Bucket) -> None:
         """Writes copies back and counts the writes, after an update."""
         bucket.sums = None  # kept here, by segment
-        self._operands.write_back(bucket)
+        for tensor, walked in self._copied:
+            tensor.copy_(walked)
         bucket.count_writes()
+
+    def _set_grads(self, bucket: Bucket) -> None:
+        """Uploads the addresses of gradients, which a backward pass puts where there is room."""
+        self._addresses = bucket.grad_addresses
+        addresses = int64s(self._addresses)
+        for index, grad_copy in self._grad_copies.items():
+            if addresses[index] != NO_GRAD:
+                addresses[index] = grad_copy.data_ptr()
+        misaligned = addresses & (ALIGNMENT - 1)
+        if self._misaligned is not None and not torch.equal(misaligned, self._misaligned):
+            # What is aligned is added in another order than what is not, so sums are read once more, in the order in
+            # which a run that is resumed now reads them.
+            for part in chain.from_iterable(self._parts.values()):
+                part.sums[:, SUM.step].fill_(-1.0)
+            self._forget_sums()
+        self._misaligned = misaligned
+        self.grads = from_host(addresses, bucket.device)
+
+    def _forget_sums(self) -> None:
+        self._with_sums = self.last = None
 
     def parts_for(self, kernel: Any, bucket: Bucket) -> list[Part]:
         """Returns the parts with a grid that suits this kernel, and with `sums` up to date.
@@ -169,47 +251,44 @@ class Plan:
         Each grid cuts tensors into segments of its own, so that all programs have equal shares. Where another one took
         the last step, or perhaps a graph, the segments that are out of date are read once more.
         """
-        if kernel not in self._parts:
-            self._parts[kernel] = [
-                self._new_part(kernel, bucket, dtypes, numels) for dtypes, numels in self._numels.items()
-            ]
-        parts = self._parts[kernel]
+        parts = self._parts.get(kernel)
+        if parts is None:
+            parts = self._parts[kernel] = [self._new_part(kernel, bucket, *group) for group in self._numels]
         if parts is not self._with_sums:
             for part in parts:
                 self.launch(kernels.stored_sums_kernel, bucket, part, {})
             self._with_sums, self.last = parts, None
         return parts
 
-    def _new_part(self, kernel: Any, bucket: Bucket, dtypes: Dtypes, numels: dict[int, int]) -> Part:
+    def _new_part(self, kernel: Any, bucket: Bucket, dtypes: Variant, numels: dict[int, int]) -> Part:
         columns = {tensor: self._columns[tensor] for tensor in numels if tensor in self._columns}
-        programs = programs_on(kernel, bucket.device, dtypes, variant_of(bucket, dtypes, bool(columns)))
-        return Part(dtypes, numels, programs, bucket.device, columns)
-
-    def _forget_sums_of(self, tensors: Tensor) -> None:
-        """Has these read once more, in the order in which a run that is resumed now reads them."""
-        for part in chain.from_iterable(self._parts.values()):
-            known = part.sums[: part.n_segments, SUM.step]
-            known.masked_fill_(tensors[part.segments[:, SEGMENT.tensor]], -1.0)
-        self._forget_sums()
-
-    def _forget_sums(self) -> None:
-        self._with_sums = self.last = None
+        options = bucket.options
+        variant = dtypes._replace(
+            amsgrad=bucket.amsgrad,
+            master=bool(bucket.state.masters),
+            stochastic=options.stochastic_rounding and dtypes.param == torch.bfloat16,
+            adds_l2=options.decay == "l2",
+            coded=bool(columns),
+            cautious=any(row.cautious for row in bucket.hyper.rows),
+            averages=bool(bucket.state.ema_params),
+        )
+        return Part(variant, numels, columns, programs_on(kernel, bucket.device, variant), bucket.device)
 
     def launch(
         self, kernel: Any, bucket: Bucket, part: Part, others: Mapping[str, Tensor], sum_grads: bool = False
     ) -> None:
         """Launches a kernel with what it asks for by the names of its parameters: `others` are not the plan's own."""
-        launcher = part.launchers.get((kernel, sum_grads))
+        launcher = part.launchers.get((kernel.__name__, sum_grads))
         if launcher is None:
-            variant = variant_of(bucket, part.dtypes, part.coded)
-            launcher = launcher_for(kernel, bucket.device, part.dtypes, variant, sum_grads)
-            part.launchers[kernel, sum_grads] = launcher
+            launcher = launcher_for(kernel, bucket.device, part.variant, sum_grads)
+            part.launchers[kernel.__name__, sum_grads] = launcher
         given: dict[str, Tensor | int] = {
             "sums": part.sums,
             "slots": part.slots,
             "counter": part.counter,
             "steps": bucket.steps,
-            "tensors": self.table,
+            "tensors": self._table,
+            "grads": self.grads,
             "segments": part.segments,
             "program_segments": part.program_segments,
             "hyper": bucket.hyper.table,
@@ -243,28 +322,19 @@ class Plan:
     def limits(self, bucket: Bucket, max_grad_norm: float | None = None) -> Tensor:
         key = max_grad_norm, bucket.numel
         if key not in self._limits:
-            options = bucket.options
-            values = [
-                max(1, bucket.numel),
-                math.inf if max_grad_norm is None else max_grad_norm,
-                options.skip_nonfinite,
-                rounding_start(options.seed),
-            ]
-            limits = torch.tensor(values, dtype=torch.float64, device="cpu")
+            bound = math.inf if max_grad_norm is None else max_grad_norm
+            skips, start = bucket.options.skip_nonfinite, rounding_start(bucket.options.seed)
+            limits = torch.tensor([max(1, bucket.numel), bound, skips, start], dtype=torch.float64, device="cpu")
             self._limits[key] = from_host(limits, bucket.device)
         return self._limits[key]
 
 
-def _columns_of_coded(bucket: Bucket) -> dict[int, int]:
-    return {tensor: rows_and_columns(bucket.params[tensor].shape)[1] for tensor in bucket.coded}
-
-
-def _numels_by_dtypes(bucket: Bucket) -> dict[Dtypes, dict[int, int]]:
+def _numels_by_dtypes(bucket: Bucket) -> list[tuple[Variant, dict[int, int]]]:
     """Codes count as float32, which they are computed in: so they share a launch with moments in float32."""
-    numels: defaultdict[Dtypes, dict[int, int]] = defaultdict(dict)
+    numels: defaultdict[Variant, dict[int, int]] = defaultdict(dict)
     moments = bucket.state.exp_avgs, bucket.state.exp_avg_sqs, bucket.averaged
     operands = bucket.params, bucket.grads_or_params, *moments, bucket.state.masters or bucket.params
-    for tensor, (param, *others) in enumerate(zip(*operands, strict=True)):
-        dtypes = (torch.float32 if other.dtype in CODED_DTYPES else other.dtype for other in others)
-        numels[Dtypes(param.dtype, *dtypes)][tensor] = param.numel()
-    return numels
+    for tensor, row in enumerate(zip(*operands, strict=True)):
+        dtypes: Any = (torch.float32 if each.dtype in CODED_DTYPES else each.dtype for each in row)
+        numels[Variant(*dtypes)][tensor] = row[0].numel()
+    return list(numels.items())

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.element import quotient
 from swd_fused.backends.triton.kernels.rounding import scrambled
-from swd_fused.backends.triton.kernels.tables import CODEC
+from swd_fused.backends.triton.kernels.tables import TENSOR, Tile, elements, is_aligned, load, operands_of
 from swd_fused.state import eight_bit
 
 BLOCK_LENGTH = tl.constexpr(eight_bit.BLOCK)
@@ -33,56 +33,71 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 # how long its last one is; the first one's number, and how many numbers are left out between rows.
 Blocks = namedtuple("Blocks", "count in_row first per_row tail number gap")
 
-# Neighbours that a warp's threads together have, elements in an access, and blocks that are taken at once.
-Tiling = namedtuple("Tiling", "WIDTH VECTOR BLOCKS")
+# Pointers to the scales of a segment's blocks.
+Scales = namedtuple("Scales", "exp_avg exp_avg_sq")
 
-# The blocks of a tile, in which row they are and where they begin, all counted from the segment's beginning; the
-# elements' places in their block, and which of them exist.
-Tile = namedtuple("Tile", "block row offset inside mask")
+# Rows that are a multiple of it are aligned if the first one is: 16 bytes of the narrowest operand that is read in 128
+# bits, 16-bit gradients.
+ROW_ALIGNMENT = tl.constexpr(8)
+
+# Neighbours in a tile that a warp has, for each element in an access; on AMD, half a warp. How many blocks are taken at
+# once, a multiple of a program's warps.
+LANES, BLOCKS_IN_FLIGHT = tl.constexpr(32), tl.constexpr(4)
+
+# The same where elements are not aligned: neighbours of two warps, and blocks.
+UNALIGNED_WIDTH, UNALIGNED_BLOCKS = tl.constexpr(64), tl.constexpr(2)
+
+
+@triton.jit
+def is_in_vectors(segment):
+    """Whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
+    return is_aligned(segment) & (segment.count % ROW_ALIGNMENT == 0)
+
+
+@triton.jit
+def has_codes(segment):
+    """Whether the tensor's moments are kept in 8 bits."""
+    return tl.load(segment.row + TENSOR.blocks_per_row) != 0
+
+
+@triton.jit
+def coded_operands_of(segment, CONFIG: tl.constexpr):
+    """Pointers to a segment's elements and codes, pointers to its blocks' scales, and where these blocks are."""
+    blocks = segment_blocks(segment)
+    exp_avg = elements(segment.row, TENSOR.exp_avg_scales, blocks.first, tl.float32)
+    exp_avg_sq = elements(segment.row, TENSOR.exp_avg_sq_scales, blocks.first, tl.float32)
+    return operands_of(segment, CONFIG, tl.int8, tl.uint8), Scales(exp_avg, exp_avg_sq), blocks
 
 
 @triton.jit
 def segment_blocks(segment):
     """Segments begin and end between blocks."""
-    codec_row, start = segment.codec_row, segment.start
-    row_length, per_row = tl.load(codec_row + CODEC.row_length), tl.load(codec_row + CODEC.blocks_per_row)
+    tensor, start = segment.row, segment.start
+    row_length, per_row = tl.load(tensor + TENSOR.code_row_length), tl.load(tensor + TENSOR.blocks_per_row)
     row, end_row = start // row_length, (start + segment.count) // row_length
     in_row = (start - row * row_length) // BLOCK_LENGTH
     first = row * per_row + in_row
     end = end_row * per_row + (start + segment.count - end_row * row_length) // BLOCK_LENGTH
     tail = row_length - (per_row - 1) * BLOCK_LENGTH
-    pitch = tl.load(codec_row + CODEC.block_pitch)
-    number = tl.load(codec_row + CODEC.first_block) + row * pitch + in_row
+    pitch = tl.load(tensor + TENSOR.block_pitch)
+    number = tl.load(tensor + TENSOR.first_block) + row * pitch + in_row
     count, gap = (end - first).to(tl.int32), (pitch - per_row).to(tl.int32)
     return Blocks(count, in_row.to(tl.int32), first, per_row.to(tl.int32), tail.to(tl.int32), number, gap)
 
 
 @triton.jit
-def tile_at(begin, blocks, TILING):
-    inside = tl.arange(0, BLOCK_LENGTH // TILING.WIDTH)[:, None, None] * TILING.WIDTH
-    inside = inside + tl.arange(0, TILING.WIDTH)[None, None, :]
-    block = begin + tl.arange(0, TILING.BLOCKS)
+def tile_at(begin, blocks, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of the blocks: where they begin, which they are and in which row, counted from the segment's beginning. Of the
+    elements: the places in their blocks, and which of them exist."""
+    inside = tl.arange(0, BLOCK_LENGTH // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    block = begin + tl.arange(0, BLOCKS)
     row = (blocks.in_row + block) // blocks.per_row
     is_last_of_row = blocks.in_row + block - row * blocks.per_row == blocks.per_row - 1
     length = tl.where(block < blocks.count, tl.where(is_last_of_row, blocks.tail, BLOCK_LENGTH), 0)
     offset = block * BLOCK_LENGTH - row * (BLOCK_LENGTH - blocks.tail)
     # Of tensors that are taken in vectors, rows are multiples of a vector.
-    mask = tl.max_constancy(inside < length[None, :, None], [1, 1, TILING.VECTOR])
-    return Tile(block, row, offset, inside, mask)
-
-
-@triton.jit
-def load_tile(tensor, tile, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
-    pointers = tl.multiple_of((tensor + tile.offset)[None, :, None] + tile.inside, [1, 1, ALIGNMENT])
-    return tl.load(pointers, mask=tile.mask, other=0).to(COMPUTE)
-
-
-@triton.jit
-def store_tile(tensor, values, tile, VECTOR: tl.constexpr):
-    ALIGNMENT: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
-    pointers = tl.multiple_of((tensor + tile.offset)[None, :, None] + tile.inside, [1, 1, ALIGNMENT])
-    tl.store(pointers, values.to(tensor.dtype.element_ty), mask=tile.mask)
+    mask = tl.max_constancy(inside < length[None, :, None], [1, 1, VECTOR])
+    return Tile(offset, inside, mask, block, row)
 
 
 @triton.jit
@@ -92,7 +107,7 @@ def load_scales(scales, tile, blocks):
 
 @triton.jit
 def decoded(codes, scales, tile, blocks, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    return load_tile(codes, tile, COMPUTE, VECTOR) * load_scales(scales, tile, blocks)[None, :, None]
+    return load(codes, tile, COMPUTE, VECTOR) * load_scales(scales, tile, blocks)[None, :, None]
 
 
 @triton.jit

@@ -6,20 +6,18 @@ import triton
 import triton.language as tl
 
 from swd_fused.backends.triton.kernels import passes
-from swd_fused.backends.triton.kernels.grid import is_last, wait_for_all
-from swd_fused.backends.triton.kernels.memory import Tables
 from swd_fused.backends.triton.kernels.schedule import clip_factor, mean_of_sums
-from swd_fused.backends.triton.kernels.tables import LAST, LIMIT, RESULT, SLOT
+from swd_fused.backends.triton.kernels.tables import LAST, LIMIT, RESULT, SLOT, Tables
 
 
 @triton.jit(do_not_specialize=["n_tensors"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
 def exact_step_kernel(
-    results, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
+    results, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper,
     limits, grad_scale, found_inf, n_tensors, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
-    tables = Tables(steps, tensors, segments, program_segments, hyper)
-    passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+    tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
+    passes.gradient_sums(tables, sums, slots, CONFIG)
     wait_for_all(counter, 1)
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     grad_norm = unscale * tl.sqrt(passes.total_of(slots, SLOT.grad_sum))
@@ -45,20 +43,20 @@ def exact_step_kernel(
 
 @triton.jit(do_not_specialize=["n_tensors", "n_segments"], do_not_specialize_on_alignment=["grad_scale", "found_inf"])
 def lagged_step_kernel(
-    results, sums, slots, counter, last, steps, tensors, segments, program_segments, hyper,
+    results, sums, slots, counter, last, steps, tensors, grads, segments, program_segments, hyper,
     limits, grad_scale, found_inf, n_tensors, n_segments, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 with the mean of the sums that the launch before has left in `last`.
 
     Waits for nobody, so any grid will do.
     """
-    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST.total), 0.0, 1.0, tl.load(last + LAST.numel))
     unscale = 1 / tl.load(grad_scale).to(tl.float64)
     skip = tl.load(found_inf) != 0
     slot = stored_in_slot(slots, exp_avg_sq_mean, unscale)
     if skip:
-        passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+        passes.gradient_sums(tables, sums, slots, CONFIG)
     else:
         passes.update(tables, sums, slots, limits, slot + SLOT.mean, slot + SLOT.grad_factor, CONFIG, True)
     if is_last(counter, 1):
@@ -70,10 +68,9 @@ def lagged_step_kernel(
 
 @triton.jit
 def gradient_sums_kernel(
-    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
-    GRAD: tl.constexpr, COMPUTE: tl.constexpr,
+    totals, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper, CONFIG: tl.constexpr
 ):  # fmt: skip
-    passes.gradient_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, slots, GRAD, COMPUTE)
+    passes.gradient_sums(Tables(steps, tensors, grads, segments, program_segments, hyper), sums, slots, CONFIG)
     if is_last(counter, 1):
         tl.store(totals + SLOT.grad_sum, passes.total_of(slots, SLOT.grad_sum))
         tl.store(totals + SLOT.carried, passes.total_of(slots, SLOT.carried))
@@ -82,9 +79,10 @@ def gradient_sums_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["grad_factor"])
 def max_exp_avg_sq_sum_kernel(
-    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper, grad_factor, CONFIG: tl.constexpr
+    totals, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper,
+    grad_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     passes.max_exp_avg_sq_sum(tables, sums, slots, tl.load(grad_factor), CONFIG)
     if is_last(counter, 1):
         tl.store(totals + SLOT.max_sum, passes.total_of(slots, SLOT.max_sum))
@@ -92,29 +90,29 @@ def max_exp_avg_sq_sum_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["exp_avg_sq_mean", "grad_factor", "skip"])
 def update_kernel(
-    totals, sums, slots, counter, steps, tensors, segments, program_segments, hyper,
+    totals, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper,
     limits, exp_avg_sq_mean, grad_factor, skip, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr,
 ):  # fmt: skip
     """Does not advance `steps`, which other launches of this step may still read."""
-    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     if tl.load(skip) == 0:
         passes.update(tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
     elif SUM_GRADS:
-        passes.gradient_sums(tables, sums, slots, CONFIG.grad, CONFIG.compute)
+        passes.gradient_sums(tables, sums, slots, CONFIG)
     if SUM_GRADS:
         if is_last(counter, 1):
             tl.store(totals + SLOT.grad_sum, passes.total_of(slots, SLOT.grad_sum))
 
 
 @triton.jit
-def stored_sums_kernel(sums, steps, tensors, segments, program_segments, hyper, CONFIG: tl.constexpr):
-    passes.stored_sums(Tables(steps, tensors, segments, program_segments, hyper), sums, CONFIG)
+def stored_sums_kernel(sums, steps, tensors, grads, segments, program_segments, hyper, CONFIG: tl.constexpr):
+    passes.stored_sums(Tables(steps, tensors, grads, segments, program_segments, hyper), sums, CONFIG)
 
 
 @triton.jit(do_not_specialize=["n_segments"])
-def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, segments, program_segments, hyper, n_segments):
+def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, grads, segments, program_segments, hyper, n_segments):
     """One program. Weights are found anew, since nobody may have left them yet, or with other betas."""
-    tables = Tables(steps, tensors, segments, program_segments, hyper)
+    tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     passes.weigh_sums(tables, sums, n_segments)
     tl.debug_barrier()
     store_last(last, tables, sums, n_segments)
@@ -142,3 +140,35 @@ def stored_in_slot(slots, exp_avg_sq_mean, grad_factor):
     tl.store(slot + SLOT.grad_factor, grad_factor)
     tl.debug_barrier()
     return slot
+
+
+# --- How the programs of a grid wait for one another, and how the last one knows that it is the last
+
+# A counter counts arrivals: each program arrives once at each meeting, and whoever is last at the last one sets it back
+# to zero for the next launch. In the memory model arrivals release what a program wrote, and who has waited acquires
+# it; the barriers within a program extend both from its first thread to all of its threads.
+
+
+@triton.jit
+def wait_for_all(counter, MEETING: tl.constexpr):
+    """The first, second, ... MEETING of a launch. All programs must be resident, which a cooperative launch ensures."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    # Acquires once, since each acquire empties the caches that the program still works with. As a condition, or the
+    # compiler would leave out a value that nobody uses.
+    while tl.atomic_add(counter, 0, sem="relaxed", scope="gpu") < MEETING * tl.num_programs(0):
+        pass
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < MEETING * tl.num_programs(0):
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def is_last(counter, MEETING: tl.constexpr):
+    """Whether all others have arrived at this MEETING, the last one of the launch. Waits for nobody."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == MEETING * tl.num_programs(0) - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(counter, 0)
+    return last

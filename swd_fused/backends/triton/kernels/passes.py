@@ -5,10 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels import coded_segments, segments
-from swd_fused.backends.triton.kernels.memory import segment_at, segments_of_program
+from swd_fused.backends.triton.kernels import segments
 from swd_fused.backends.triton.kernels.schedule import bias_correction, decay_factor
-from swd_fused.backends.triton.kernels.tables import CODEC, HYPER, SEGMENT, SLOT, SUM, TENSOR
+from swd_fused.backends.triton.kernels.tables import (
+    HYPER,
+    NO_GRAD,
+    SEGMENT,
+    SLOT,
+    SUM,
+    TENSOR,
+    has_grad,
+    segment_at,
+    segments_of_program,
+)
 
 # Rows of a table that are added at once.
 ROWS = tl.constexpr(128)
@@ -29,7 +38,7 @@ def prepare_sums(tables, sums):
     for begin in range(first, end, ROWS):
         index = begin + tl.arange(0, ROWS)
         row = sums + index * SUM.columns
-        steps, _, hyper_row = scalars_at(tables, index, index < end)
+        steps, hyper_row, _ = scalars_at(tables, index, index < end)
         beta2 = tl.load(hyper_row + HYPER.beta2)
         bias_correction2 = bias_correction(beta2, steps, tl.max(steps), tl.load(hyper_row + HYPER.corrects_bias))
         carried = beta2 * tl.load(row + SUM.total, mask=index < end, other=0.0) / bias_correction2
@@ -46,7 +55,7 @@ def prepare_update(tables, sums, exp_avg_sq_mean, SUM_GRADS: tl.constexpr):
     for begin in range(first, end, ROWS):
         index = begin + tl.arange(0, ROWS)
         row = sums + index * SUM.columns
-        steps, tensor_row, hyper_row = scalars_at(tables, index, index < end)
+        steps, hyper_row, grad = scalars_at(tables, index, index < end)
         longest, corrects_bias = tl.max(steps), tl.load(hyper_row + HYPER.corrects_bias)
         bias_correction1 = bias_correction(tl.load(hyper_row + HYPER.beta1), steps, longest, corrects_bias)
         tl.store(row + SUM.step_size, tl.load(hyper_row + HYPER.lr) / bias_correction1, mask=index < end)
@@ -54,21 +63,21 @@ def prepare_update(tables, sums, exp_avg_sq_mean, SUM_GRADS: tl.constexpr):
         tl.store(row + SUM.inv_sqrt_bias_correction2, 1 / tl.sqrt(bias_correction2), mask=index < end)
         tl.store(row + SUM.decay_factor, decay_factor(exp_avg_sq_mean, hyper_row), mask=index < end)
         if SUM_GRADS:
-            is_updated = (index < end) & (tl.load(tensor_row + TENSOR.grad) != -1)
+            is_updated = (index < end) & (tl.load(grad) != NO_GRAD)
             tl.store(row + SUM.weight, 1 / bias_correction2, mask=is_updated)
     tl.debug_barrier()
 
 
 @triton.jit
 def scalars_at(tables, index, mask):
-    """The step that is being taken, of several segments at once, and their rows of the tensors and hyper-parameters."""
+    """Of several segments at once the step that is being taken, and pointers to hyper-parameters and gradients."""
     tensor = tl.load(tables.segments + index * SEGMENT.columns + SEGMENT.tensor, mask=mask, other=0)
-    row = tables.tensors + tensor * TENSOR.columns
-    return tl.load(tables.steps + tensor) + 1, row, tables.hyper + tl.load(row + TENSOR.group) * HYPER.columns
+    group = tl.load(tables.tensors + tensor * TENSOR.columns + TENSOR.group)
+    return tl.load(tables.steps + tensor) + 1, tables.hyper + group * HYPER.columns, tables.grads + tensor
 
 
 @triton.jit
-def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
+def gradient_sums(tables, sums, slots, CONFIG: tl.constexpr):
     """Pass 1, into this program's slot: the sum of v^ after this step is carried + clip^2 fresh."""
     prepare_sums(tables, sums)
     grad_sum = tl.zeros([], tl.float64)
@@ -78,7 +87,7 @@ def gradient_sums(tables, sums, slots, GRAD: tl.constexpr, COMPUTE: tl.constexpr
     for index in range(first, end):
         segment = segment_at(tables, index)
         if has_grad(segment):
-            squares = segments.sum_of_squares(segment, GRAD, COMPUTE)
+            squares = segments.sum_of_squares(segment, CONFIG.grad, CONFIG.compute)
             # Scalars after the sum, or they would take registers from it.
             row = sums + index * SUM.columns
             grad_sum += squares
@@ -99,10 +108,7 @@ def max_exp_avg_sq_sum(tables, sums, slots, grad_factor, CONFIG: tl.constexpr):
     for index in range(first, end):
         segment = segment_at(tables, index)
         if has_grad(segment):
-            if CONFIG.coded and has_codes(segment):
-                maxima = coded_segments.sum_of_next_max_coded(segment, grad_factor, CONFIG)
-            else:
-                maxima = segments.sum_of_next_max(segment, grad_factor, CONFIG)
+            maxima = segments.sum_of_next_max(segment, grad_factor, CONFIG)
             total += maxima / tl.load(sums + index * SUM.columns + SUM.bias_correction2)
     tl.store(slots + tl.program_id(0) * SLOT.columns + SLOT.max_sum, total)
 
@@ -124,14 +130,9 @@ def update(
         row = sums + index * SUM.columns
         if has_grad(segment):
             step = tl.load(tables.steps + segment.tensor) + 1
-            if CONFIG.coded and has_codes(segment):
-                total, squares = coded_segments.update_coded_segment(
-                    segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
-                )
-            else:
-                total, squares = segments.update_segment(
-                    segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
-                )
+            total, squares = segments.update_segment(
+                segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
+            )
             # Read once more, or it would take registers from every block in between.
             updated = segment_at(tables, index)
             tl.store(row + SUM.total, total)
@@ -151,11 +152,7 @@ def stored_sums(tables, sums, CONFIG: tl.constexpr):
         row = sums + index * SUM.columns
         step = tl.load(tables.steps + segment.tensor).to(tl.float64)
         if tl.load(row + SUM.step) != step:
-            if CONFIG.coded and has_codes(segment):
-                total = coded_segments.sum_of_coded(segment, CONFIG)
-            else:
-                total = segments.sum_of_stored(segment, CONFIG)
-            tl.store(row + SUM.total, total)
+            tl.store(row + SUM.total, segments.sum_of_stored(segment, CONFIG))
             tl.store(row + SUM.step, step)
 
 
@@ -215,17 +212,5 @@ def advance_steps(tables, n_tensors):
     for begin in range(0, n_tensors, ROWS):
         where = tables.steps + begin + lanes
         mask = begin + lanes < n_tensors
-        grads = tl.load(tables.tensors + (begin + lanes) * TENSOR.columns + TENSOR.grad, mask=mask, other=-1)
-        tl.store(where, tl.load(where, mask=mask) + 1, mask=mask & (grads != -1))
-
-
-@triton.jit
-def has_grad(segment):
-    """Whether the tensor takes part in the step: bucket.NO_GRAD stands for a gradient that is not there."""
-    return tl.load(segment.row + TENSOR.grad) != -1
-
-
-@triton.jit
-def has_codes(segment):
-    """Whether the tensor's moments are kept in 8 bits."""
-    return tl.load(segment.codec_row + CODEC.blocks_per_row) != 0
+        grads = tl.load(tables.grads + begin + lanes, mask=mask, other=NO_GRAD)
+        tl.store(where, tl.load(where, mask=mask) + 1, mask=mask & (grads != NO_GRAD))

@@ -1,4 +1,8 @@
-"""Stochastic rounding to bfloat16. The bits come from a hash of seed, tensor, step and element number."""
+"""How float32 weights become bfloat16: rounded stochastically, or with the rest in two more bytes.
+
+The bits of stochastic rounding come from a hash of seed, tensor, step and element number. Masters in two bytes are what
+float32 masters are beside bfloat16 parameters, see csrc/masters.h.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +84,25 @@ def rounded_by(values, noise):
     rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
     return tl.where(is_finite, rounded, values)
+
+
+# --- Masters in two bytes
+
+
+@triton.jit
+def joined_master(param, remainder):
+    """The master in float32, from the bits of the parameter and the remainder, both as int32. A remainder that would
+    make NaN of the parameter, since somebody has written to that, counts as 0."""
+    bits = param << 16
+    master = (bits + remainder).to(tl.float32, bitcast=True)
+    return tl.where(master != master, bits.to(tl.float32, bitcast=True), master)
+
+
+@triton.jit
+def split_master(master):
+    """The parameter, as a float32 number that bfloat16 can hold, and the remainder. NaN has none, or rounding up might
+    give -0."""
+    master = master.to(tl.float32)
+    bits = master.to(tl.int32, bitcast=True)
+    bits = tl.where(master != master, 0x7FC00000, bits)
+    return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True), bits.to(tl.int16)

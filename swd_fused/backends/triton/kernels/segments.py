@@ -1,16 +1,47 @@
-"""What each pass does with one segment, a stretch of one tensor."""
+"""What each pass does with one segment, a stretch of one tensor.
+
+A segment is walked in blocks: whole ones where the tensor is aligned, and shorter ones behind these, element by
+element. Where moments are kept in 8 bits it is walked in tiles of blocks of codes, in vectors or element by element.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from swd_fused.backends.triton.kernels.element import Scalars, next_average, next_max, update_element
-from swd_fused.backends.triton.kernels.masters import joined_master, split_master
-from swd_fused.backends.triton.kernels.memory import THREADS, elements, load_block, load_pairs, operands_of, store_block
-from swd_fused.backends.triton.kernels.rounding import segment_rounding, stochastically_rounded
+from swd_fused.backends.triton.kernels import eight_bit
+from swd_fused.backends.triton.kernels.eight_bit import (
+    BLOCK_LENGTH,
+    BLOCKS_IN_FLIGHT,
+    LANES,
+    UNALIGNED_BLOCKS,
+    UNALIGNED_WIDTH,
+    has_codes,
+    is_in_vectors,
+)
+from swd_fused.backends.triton.kernels.element import Scalars, next_average, next_max, square_root, update_element
+from swd_fused.backends.triton.kernels.rounding import (
+    joined_master,
+    moment_key,
+    segment_rounding,
+    split_master,
+    stochastically_rounded,
+    stochastically_rounded_in_blocks,
+)
 from swd_fused.backends.triton.kernels.schedule import ema_weight
-from swd_fused.backends.triton.kernels.tables import HYPER, LIMIT, SUM, TENSOR
+from swd_fused.backends.triton.kernels.tables import (
+    HYPER,
+    LIMIT,
+    SUM,
+    THREADS,
+    Tile,
+    elements,
+    is_aligned,
+    load,
+    load_pairs,
+    operands_of,
+    store,
+)
 
 # Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
 # memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
@@ -32,7 +63,7 @@ SCALE_UP, SCALE_DOWN = tl.constexpr(2.0**100), tl.constexpr(2.0**-100)
 @triton.jit
 def whole_blocks(segment, ELEMENTS: tl.constexpr):
     """How many elements from the first one on may be taken in whole, aligned blocks."""
-    return tl.load(segment.row + TENSOR.aligned).to(tl.int32) * (segment.count // ELEMENTS) * ELEMENTS
+    return tl.where(is_aligned(segment), segment.count // ELEMENTS * ELEMENTS, 0)
 
 
 @triton.jit
@@ -65,7 +96,7 @@ def sum_of_scaled_squares(segment, scale, GRAD: tl.constexpr, COMPUTE: tl.conste
     """The sum of (scale * grad)^2. What is not SCALED need not be multiplied."""
     BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
     PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
-    grad = elements(segment.row, TENSOR.grad, segment.start, GRAD)
+    grad = elements(segment.grad, 0, segment.start, GRAD)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     whole = whole_blocks(segment, PASS1_BLOCKS * PACKED * BLOCK)
@@ -77,10 +108,11 @@ def sum_of_scaled_squares(segment, scale, GRAD: tl.constexpr, COMPUTE: tl.conste
                 total += square(x, scale, SCALED)
                 total += square(y, scale, SCALED)
             else:
-                x = load_block(grad, begin + block * BLOCK + lanes, segment.count, COMPUTE, BLOCK // THREADS)
-                total += square(x, scale, SCALED)
+                tile = Tile(begin + block * BLOCK + lanes, None, None, None, None)
+                total += square(load(grad, tile, COMPUTE, BLOCK // THREADS), scale, SCALED)
     for begin in range(whole, segment.count, BLOCK):
-        total += square(load_block(grad, begin + lanes, segment.count, COMPUTE, 0), scale, SCALED)
+        tile = Tile(begin + lanes, None, begin + lanes < segment.count, None, None)
+        total += square(load(grad, tile, COMPUTE, 1), scale, SCALED)
     return tl.sum(total.to(tl.float64))
 
 
@@ -91,14 +123,24 @@ def square(x, scale, SCALED: tl.constexpr):
     return x * x
 
 
+# --- Sums of second moments, as they are stored
+
+
 @triton.jit
 def sum_of_stored(segment, CONFIG: tl.constexpr):
     """In the order in which `update_segment` adds, so the result has the same bits."""
-    operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
-    averaged = operands.max_exp_avg_sq if CONFIG.amsgrad else operands.exp_avg_sq
-    whole, rest = whole_and_rest(segment, CONFIG)
-    tail = sum_of_blocks(averaged, whole + rest, rest, segment.count, CONFIG.compute, CONFIG.tail, 0)
-    return tail + sum_of_blocks(averaged, whole, whole, segment.count, CONFIG.compute, CONFIG.block, CONFIG.vector)
+    if CONFIG.coded and has_codes(segment):
+        if is_in_vectors(segment):
+            total = sum_of_tiles(segment, CONFIG, LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT)
+        else:
+            total = sum_of_tiles(segment, CONFIG, UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS)
+    else:
+        operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
+        averaged = operands.max_exp_avg_sq if CONFIG.amsgrad else operands.exp_avg_sq
+        whole, rest = whole_and_rest(segment, CONFIG)
+        total = sum_of_blocks(averaged, whole + rest, rest, segment.count, CONFIG.compute, CONFIG.tail, 1)
+        total += sum_of_blocks(averaged, whole, whole, None, CONFIG.compute, CONFIG.block, CONFIG.vector)
+    return total
 
 
 @triton.jit
@@ -106,37 +148,86 @@ def sum_of_blocks(tensor, end, length, count, COMPUTE: tl.constexpr, BLOCK: tl.c
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], COMPUTE)
     for back in range(BLOCK, length + BLOCK, BLOCK):
-        total += load_block(tensor, end - back + lanes, count, COMPUTE, VECTOR)
+        offsets = end - back + lanes
+        if count is None:
+            total += load(tensor, Tile(offsets, None, None, None, None), COMPUTE, VECTOR)
+        else:
+            total += load(tensor, Tile(offsets, None, offsets < count, None, None), COMPUTE, VECTOR)
     return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
-def next_max_scalars(segment, grad_factor, COMPUTE: tl.constexpr):
-    beta2 = tl.load(segment.hyper_row + HYPER.beta2)
-    return grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
+def sum_of_tiles(segment, CONFIG: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr):
+    operands, scales, blocks = eight_bit.coded_operands_of(segment, CONFIG)
+    total = tl.zeros([BLOCKS], tl.float64)
+    end = (blocks.count + BLOCKS - 1) // BLOCKS * BLOCKS
+    for back in range(BLOCKS, end + BLOCKS, BLOCKS):
+        tile = eight_bit.tile_at(end - back, blocks, WIDTH, VECTOR, BLOCKS)
+        if CONFIG.amsgrad:
+            averaged = load(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
+            total += tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
+        else:
+            codes = load(operands.exp_avg_sq, tile, tl.int32, VECTOR)
+            total += eight_bit.sums_of_blocks(codes, eight_bit.load_scales(scales.exp_avg_sq, tile, blocks), tile.mask)
+    return tl.sum(total)
+
+
+# --- Pass 1 of amsgrad
 
 
 @triton.jit
 def sum_of_next_max(segment, grad_factor, CONFIG: tl.constexpr):
     """The sum of max_exp_avg_sq as this step will leave it."""
-    BLOCK: tl.constexpr = CONFIG.block
+    COMPUTE: tl.constexpr = CONFIG.compute
+    beta2 = tl.load(segment.hyper_row + HYPER.beta2)
+    scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
+    if CONFIG.coded and has_codes(segment):
+        if is_in_vectors(segment):
+            total = next_max_of_tiles(segment, scalars, CONFIG, LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT)
+        else:
+            total = next_max_of_tiles(segment, scalars, CONFIG, UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS)
+    else:
+        total = next_max_of_blocks(segment, scalars, CONFIG, CONFIG.block)
+    return total
+
+
+@triton.jit
+def next_max_of_blocks(segment, scalars, CONFIG: tl.constexpr, BLOCK: tl.constexpr):
     operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
-    scalars = next_max_scalars(segment, grad_factor, CONFIG.compute)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], CONFIG.compute)
     whole = whole_blocks(segment, BLOCK)
     for begin in range(0, whole, BLOCK):
-        total += next_max_block(operands, begin + lanes, segment.count, scalars, CONFIG.compute, CONFIG.vector)
+        total += next_max_of(operands, Tile(begin + lanes, None, None, None, None), scalars, CONFIG, CONFIG.vector)
     for begin in range(whole, segment.count, BLOCK):
-        total += next_max_block(operands, begin + lanes, segment.count, scalars, CONFIG.compute, 0)
+        tile = Tile(begin + lanes, None, begin + lanes < segment.count, None, None)
+        total += next_max_of(operands, tile, scalars, CONFIG, 1)
     return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
-def next_max_block(operands, offsets, count, scalars, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    grad = load_block(operands.grad, offsets, count, COMPUTE, VECTOR)
-    exp_avg_sq = load_block(operands.exp_avg_sq, offsets, count, COMPUTE, VECTOR)
-    return next_max(grad, exp_avg_sq, load_block(operands.max_exp_avg_sq, offsets, count, COMPUTE, VECTOR), scalars)
+def next_max_of(operands, tile, scalars, CONFIG: tl.constexpr, VECTOR: tl.constexpr):
+    grad = load(operands.grad, tile, CONFIG.compute, VECTOR)
+    exp_avg_sq = load(operands.exp_avg_sq, tile, CONFIG.compute, VECTOR)
+    return next_max(grad, exp_avg_sq, load(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR), scalars)
+
+
+@triton.jit
+def next_max_of_tiles(
+    segment, scalars, CONFIG: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    operands, scales, blocks = eight_bit.coded_operands_of(segment, CONFIG)
+    total = tl.zeros([BLOCK_LENGTH // WIDTH, BLOCKS, WIDTH], CONFIG.compute)
+    for begin in range(0, blocks.count, BLOCKS):
+        tile = eight_bit.tile_at(begin, blocks, WIDTH, VECTOR, BLOCKS)
+        grad = load(operands.grad, tile, CONFIG.compute, VECTOR)
+        root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
+        maximum = load(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
+        total += next_max(grad, root * root, maximum, scalars)
+    return tl.sum(total.to(tl.float64))
+
+
+# --- Pass 2
 
 
 @triton.jit
@@ -169,17 +260,31 @@ def update_segment(
     """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
     scalars = segment_scalars(segment, sums_row, step, grad_factor, CONFIG)
-    operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
-    whole, rest = whole_and_rest(segment, CONFIG)
-    end = whole + rest
-    tail_total, tail_squares = update_blocks(
-        operands, end, rest, segment.count, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.tail, 0
-    )
-    total, squares = update_blocks(
-        operands, whole, whole, segment.count, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.block, CONFIG.vector
-    )
-    return tail_total + total, tail_squares + squares
+    if CONFIG.coded and has_codes(segment):
+        key = moment_key(rounding_start, segment, step)
+        if is_in_vectors(segment):
+            total, squares = update_tiles(
+                segment, key, rounding, scalars, CONFIG, SUM_GRADS,
+                LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT,
+            )  # fmt: skip
+        else:
+            total, squares = update_tiles(
+                segment, key, rounding, scalars, CONFIG, SUM_GRADS, UNALIGNED_WIDTH, 1, UNALIGNED_BLOCKS
+            )
+    else:
+        operands = operands_of(segment, CONFIG, CONFIG.exp_avg, CONFIG.exp_avg_sq)
+        whole, rest = whole_and_rest(segment, CONFIG)
+        end = whole + rest
+        total, squares = update_blocks(
+            operands, end, rest, segment.count, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.tail, 1
+        )
+        whole_total, whole_squares = update_blocks(
+            operands, whole, whole, None, rounding, scalars, CONFIG, SUM_GRADS, CONFIG.block, CONFIG.vector
+        )
+        total += whole_total
+        squares += whole_squares
+    return total, squares
 
 
 @triton.jit
@@ -187,12 +292,17 @@ def update_blocks(
     operands, end, length, count, rounding, scalars,
     CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Goes backwards from `end`."""
+    """Goes backwards from `end`. All blocks are whole unless there is a `count` of elements."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], CONFIG.compute)
     grad_total = tl.zeros([BLOCK], CONFIG.compute)
     for back in range(BLOCK, length + BLOCK, BLOCK):
-        averaged, squares = update_block(operands, end - back + lanes, count, rounding, scalars, CONFIG, VECTOR)
+        offsets = end - back + lanes
+        mask = None if count is None else offsets < count
+        tile = Tile(offsets, None, mask, None, None)
+        averaged, squares = update_tile(
+            operands, tile, None, None, None, rounding, scalars, CONFIG, SUM_GRADS, VECTOR, False
+        )
         total += averaged
         if SUM_GRADS:
             grad_total += squares
@@ -200,34 +310,84 @@ def update_blocks(
 
 
 @triton.jit
-def update_block(operands, offsets, count, rounding, scalars, CONFIG: tl.constexpr, VECTOR: tl.constexpr):
-    """Returns the second moments whose mean is the schedule, as they are stored, and grad^2."""
-    g = load_block(operands.grad, offsets, count, CONFIG.compute, VECTOR)
+def update_tiles(
+    segment, key, rounding, scalars, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr,
+    WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    operands, scales, blocks = eight_bit.coded_operands_of(segment, CONFIG)
+    total = tl.zeros([BLOCKS], tl.float64)
+    grad_total = tl.zeros([BLOCKS, WIDTH], CONFIG.compute)
+    end = (blocks.count + BLOCKS - 1) // BLOCKS * BLOCKS
+    for back in range(BLOCKS, end + BLOCKS, BLOCKS):
+        tile = eight_bit.tile_at(end - back, blocks, WIDTH, VECTOR, BLOCKS)
+        averaged, squares = update_tile(
+            operands, tile, blocks, scales, key, rounding, scalars, CONFIG, SUM_GRADS, VECTOR, True
+        )
+        total += averaged
+        if SUM_GRADS:
+            grad_total += squares
+    return tl.sum(total), tl.sum(grad_total.to(tl.float64))
+
+
+@triton.jit
+def update_tile(
+    operands, tile, blocks, scales, key, rounding, scalars,
+    CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    """Returns the second moments whose mean is the schedule, as they are stored, and grad^2.
+
+    Where moments are CODED, the former is a sum for each block, and the latter is added within threads, at once, or
+    gradients would take registers to the end.
+    """
+    g = load(operands.grad, tile, CONFIG.compute, VECTOR)
     if CONFIG.weight == tl.int16:
-        bits = load_block(operands.param.to(tl.pointer_type(tl.int16)), offsets, count, tl.int32, VECTOR)
-        p = joined_master(bits, load_block(operands.weight, offsets, count, tl.int32, VECTOR)).to(CONFIG.compute)
+        bits = load(operands.param.to(tl.pointer_type(tl.int16)), tile, tl.int32, VECTOR)
+        p = joined_master(bits, load(operands.weight, tile, tl.int32, VECTOR)).to(CONFIG.compute)
     else:
-        p = load_block(operands.weight, offsets, count, CONFIG.compute, VECTOR)
-    m = load_block(operands.exp_avg, offsets, count, CONFIG.compute, VECTOR)
-    v = load_block(operands.exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
+        p = load(operands.weight, tile, CONFIG.compute, VECTOR)
+    if CODED:
+        m = eight_bit.decoded(operands.exp_avg, scales.exp_avg, tile, blocks, CONFIG.compute, VECTOR)
+        root = eight_bit.decoded(operands.exp_avg_sq, scales.exp_avg_sq, tile, blocks, CONFIG.compute, VECTOR)
+        v = root * root
+    else:
+        m = load(operands.exp_avg, tile, CONFIG.compute, VECTOR)
+        v = load(operands.exp_avg_sq, tile, CONFIG.compute, VECTOR)
     largest = v
     if CONFIG.amsgrad:
-        largest = load_block(operands.max_exp_avg_sq, offsets, count, CONFIG.compute, VECTOR)
+        largest = load(operands.max_exp_avg_sq, tile, CONFIG.compute, VECTOR)
     if CONFIG.averages:
-        e = load_block(operands.ema_param, offsets, count, CONFIG.compute, VECTOR)
-    p, m, v, largest, averaged, _ = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
+        e = load(operands.ema_param, tile, CONFIG.compute, VECTOR)
+    squares = tl.sum(g * g, axis=0) if CODED else g * g
+    p, m, v, largest, averaged, root = update_element(p, m, v, largest, g, scalars, CONFIG.amsgrad, CONFIG.cautious)
     if CONFIG.averages:
-        store_block(operands.ema_param, next_average(e, p, scalars), offsets, count, VECTOR)
+        store(operands.ema_param, next_average(e, p, scalars), tile, VECTOR)
     if CONFIG.weight == tl.int16:
         p, remainder = split_master(p)
-        store_block(operands.weight, remainder, offsets, count, VECTOR)
+        store(operands.weight, remainder, tile, VECTOR)
     elif CONFIG.master:
-        store_block(operands.weight, p, offsets, count, VECTOR)
+        store(operands.weight, p, tile, VECTOR)
     if CONFIG.stochastic:
-        p = stochastically_rounded(p, rounding, offsets)
-    store_block(operands.param, p, offsets, count, VECTOR)
-    store_block(operands.exp_avg, m, offsets, count, VECTOR)
-    store_block(operands.exp_avg_sq, v, offsets, count, VECTOR)
+        if CODED:
+            p = stochastically_rounded_in_blocks(p, rounding, tile.offsets, tile.inside)
+        else:
+            p = stochastically_rounded(p, rounding, tile.offsets)
+    store(operands.param, p, tile, VECTOR)
     if CONFIG.amsgrad:
-        store_block(operands.max_exp_avg_sq, largest, offsets, count, VECTOR)
-    return averaged.to(CONFIG.averaged).to(CONFIG.compute), g * g
+        store(operands.max_exp_avg_sq, largest, tile, VECTOR)
+    if CODED:
+        root = square_root(v) if CONFIG.amsgrad else root
+        noise, root_noise = eight_bit.tile_noise(key, blocks, tile)
+        m, new_scales = eight_bit.encoded(m, noise, True)
+        v, new_root_scales = eight_bit.encoded(root, root_noise, False)
+    store(operands.exp_avg, m, tile, VECTOR)
+    store(operands.exp_avg_sq, v, tile, VECTOR)
+    if CODED:
+        tl.store(scales.exp_avg + tile.block, new_scales, mask=tile.block < blocks.count)
+        tl.store(scales.exp_avg_sq + tile.block, new_root_scales, mask=tile.block < blocks.count)
+        if CONFIG.amsgrad:
+            sums = tl.sum(tl.sum(averaged, axis=0), axis=1).to(tl.float64)
+        else:
+            sums = eight_bit.sums_of_blocks(v, new_root_scales, tile.mask)
+    else:
+        sums = averaged.to(CONFIG.averaged).to(CONFIG.compute)
+    return sums, squares
