@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,10 +110,3 @@ def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:
     for group in groups:
         for name, default in {**GROUP_DEFAULTS, "decay": decay}.items():
             group.setdefault(name, default)
-
-
-def refuse_shallow_copy(optimizer: object) -> NoReturn:
-    raise TypeError(
-        "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: sums "
-        "and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
-    )

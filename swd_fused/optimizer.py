@@ -321,8 +321,6 @@ class FusedAdamS(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    __copy__ = checkpoints.refuse_shallow_copy
-
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:
         refuse_exchanged(self.state, "a copy or a pickle")

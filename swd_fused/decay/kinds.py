@@ -4,9 +4,8 @@ An option of the decay is a line in `DecayOptions`, and its effect is in `column
 decay. The effective decay and the warning follow from these columns.
 
 Corrected and independent decay relate the learning rate to the largest one so far. That is an entry of the group, so it
-is saved and loaded with it: a number, or where `lr` is a tensor, a tensor beside it that steps advance in place, on the
-device and in each replay of a CUDA graph. Steps that were taken count, and those that were skipped, of which the host
-may not know.
+is saved and loaded with it. Steps that were taken count, and those that were skipped, of which the host may not know.
+Of a learning rate that is a tensor the host knows no value, so `largest_lr` has to be given.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
-from swd_fused.devices import graphs
-from swd_fused.devices.transfer import from_host, scalar_dtype
+from swd_fused.devices.transfer import scalar_dtype
 
 Group = Mapping[str, Any]
 Decay = Literal["scheduled", "decoupled", "independent", "l2"]
@@ -66,7 +64,7 @@ class DecayOptions(NamedTuple):
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
     largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: what steps have seen, see `LargestLr`. A tensor if `lr` is one.
+    # Not an argument: what steps have seen, see `LargestLr`. A tensor only in state dicts of 0.2.
     largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
     # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
@@ -149,6 +147,11 @@ def check_combination(group: Group) -> None:
                 f"FusedAdamS got {name}={group[name]!r} with decay={kind!r}, where it means nothing. Leave it out, or "
                 "use another decay: docs/weight-decay.md."
             )
+    if is_related(group) and isinstance(group["lr"], Tensor) and group["largest_lr"] is None:
+        raise ValueError(
+            f"FusedAdamS got lr={group['lr']!r} with a decay that depends on the largest one, wanted largest_lr as "
+            "well. Pass the peak of the schedule, or use a number for lr."
+        )
     if kind == "independent":
         SHARE.require("weight_decay", group["weight_decay"])
 
@@ -174,50 +177,27 @@ def largest_lr(group: Group, lr: float) -> float:
 
 
 class LargestLr:
-    """Follows the learning rate of a group, a number or a tensor, whose decay is related to the largest one."""
+    """Follows the learning rate of a group, whose decay is related to the largest one."""
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self._group, lr, so_far = group, group["lr"], group[SO_FAR]
-        self._lr: Tensor | None = lr if isinstance(lr, Tensor) else None
-        if self._lr is None:
-            group[SO_FAR] = float(so_far)  # waits for a device, once
-        elif not isinstance(so_far, Tensor) or so_far.device != self._lr.device:
-            if graphs.is_capturing(self._lr.device):
-                raise graphs.first_in_capture("with this lr", "the largest one, which the decay depends on,")
-            group[SO_FAR] = _on_device(so_far, self._lr.device)
-        self._so_far: Any = group[SO_FAR]  # where it is a tensor
+        self._group = group
 
     def decay_lr(self) -> Tensor | None:
-        """Returns on the device what takes the place of the learning rate before `weight_decay`. Of one that is a
-        number the group's row has it."""
-        if self._lr is None:
+        """Returns on the device what takes the place of a tensor before `weight_decay`. The group's row has a
+        number's."""
+        lr = self._group["lr"]
+        if not isinstance(lr, Tensor):
             return None
-        if graphs.is_capturing(self._lr.device):
-            graphs.keep(self._so_far)
-        lr = self._on_its_device(self._lr)
-        largest = torch.fmax(self._so_far.reshape(()), lr).clamp(min=self._group["largest_lr"] or 0.0)
-        return torch.where(lr > 0, related_lr(self._group, lr, largest), 0.0)
+        lr = lr.detach().reshape(()).to(scalar_dtype(lr.device)).clamp(min=0)
+        return torch.where(lr > 0, related_lr(self._group, lr, lr.clamp(min=self._group["largest_lr"])), 0.0)
 
     def count(self) -> None:
         """Counts the learning rate of a step that was taken."""
-        if self._lr is not None:
-            torch.fmax(self._so_far, self._on_its_device(self._lr), out=self._so_far)  # which ignores NaN
-        elif self._group["lr"] > self._group[SO_FAR]:
-            self._group[SO_FAR] = float(self._group["lr"])
-
-    def _on_its_device(self, lr: Tensor) -> Tensor:
-        return lr.detach().reshape(()).to(self._so_far.dtype).clamp(min=0)
+        lr = self._group["lr"]
+        if not isinstance(lr, Tensor) and lr > self._group[SO_FAR]:
+            self._group[SO_FAR] = float(lr)
 
 
 def follow_lr(group: dict[str, Any]) -> LargestLr | None:
     """Returns what follows the learning rate of a group for its decay, None if that does not depend on it."""
     return LargestLr(group) if is_related(group) else None
-
-
-def _on_device(so_far: float | Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor with one dimension: those of float64 without any torch.compile takes for Python's numbers, and
-    compiles twice."""
-    dtype = scalar_dtype(device)
-    if isinstance(so_far, Tensor):
-        return so_far.detach().reshape(1).to(device, dtype, copy=True)
-    return from_host(torch.tensor([so_far], dtype=dtype, device="cpu"), device)

@@ -203,18 +203,3 @@ def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
     backward(params)
     assert all(param.grad is not None for param in params), "nobody takes them any more"
     handle.remove()
-
-
-# --- Shallow copies
-
-
-def test_a_shallow_copy_is_refused() -> None:
-    """It would share moments, but not what is kept of them beside the state: each would step with the other's sums."""
-    params = random_params(SHAPES)
-    optimizer = stepped(params)
-    with pytest.raises(TypeError, match=r"copy\.deepcopy"):
-        copy.copy(optimizer)
-    again, twin = copy.deepcopy((params, optimizer))
-    run(again, random_grads(SHAPES, 1), twin)
-    assert float(twin.state[again[0]]["step"]) == 3
-    assert float(optimizer.state[params[0]]["step"]) == 2
