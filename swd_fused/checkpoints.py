@@ -97,9 +97,7 @@ def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -
 
 def unpickled(state: dict[str, Any]) -> tuple[Options, ShardedOver | None, ClippedSteps, Tensor, StepScalars | Tensor]:
     """Takes the entries out of a pickle from which an optimizer makes what it does not pickle."""
-    # Pickles of older versions have some options as entries of their own.
-    own = {name: state.pop(name) for name in Options._fields if name in state}
-    options = state.pop("options")._replace(**own)
+    options: Options = state.pop("options")
     refuse_unsupported(options._asdict())  # the state may be on another device than its parameters
     clipped = state.pop("_clipped_steps", None) or ClippedSteps()
     return options, state.pop("_sharded_over"), clipped, state.pop("skipped_steps"), state.pop("_last")

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_fused import backends, decay
+from swd_fused import backends
 from swd_fused.checks import Check, is_whole
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.ranks import over_of
 from swd_fused.core.snapshot import Inputs, State
 from swd_fused.core.stepper import Stepper
 from swd_fused.core.values import Groups
+from swd_fused.decay.kinds import effective_decay
 from swd_fused.devices.transfer import scalar_dtype
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed, local_tensor, sharding_of
@@ -30,7 +31,7 @@ def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[floa
     """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much. Waits for the
     device."""
     mean = float(exp_avg_sq_mean)
-    return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
+    return [effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
 
 def metrics(stepper: Stepper, groups: Groups, clipped: ClippedSteps) -> dict[str, float]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from swd_fused import backends
 from swd_fused.core.tensor_checks import check_params
-from swd_fused.decay.calibration import CALIBRATION_STEPS, calibration_of
 from swd_fused.decay.kinds import WEIGHT_DECAYS, Decay
+from swd_fused.decay.observers import CALIBRATION_STEPS, calibration_of
 from swd_fused.distributed.refusals import refuse_tensor_alone
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.options import GROUP_DEFAULTS, Options, check_group

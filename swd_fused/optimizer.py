@@ -13,14 +13,14 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import averages, backends, checkpoints, decay, metrics
+from swd_fused import averages, backends, checkpoints, metrics
 from swd_fused.clipping import ClippedSteps
 from swd_fused.core.sources import StepCall, provided, refuse_numel_alone
 from swd_fused.core.step import take
 from swd_fused.core.stepper import Seams, Stepper
-from swd_fused.decay.calibration import Calibration
+from swd_fused.decay import kinds
 from swd_fused.decay.kinds import Decay
-from swd_fused.decay.warning import DecayWarning
+from swd_fused.decay.observers import Calibration, DecayWarning
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
@@ -158,7 +158,7 @@ class FusedAdamS(Optimizer):
         self._handle = new_handle(self)
         self._calibration, self._clipped, self._outliers = Calibration(), clipped, OutlierWatch()
         observers: list[Observer] = [self._calibration, self._clipped, DecayWarning(), self._outliers]
-        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers, self._outliers))
+        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, kinds, observers, self._outliers))
         self._gradient_release = None
 
     @_disable_dynamo

@@ -1,7 +1,7 @@
 """The kinds of weight decay: the options of a parameter group that say how it decays, and what they do to a step.
 
 An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: what a step is told of a group's
-decay. The effective decay and the warning follow from these columns.
+decay. The effective decay and the warning follow from these columns, and at the end is what a state dict says of them.
 
 Corrected and independent decay relate the learning rate to the largest one so far. That is an entry of the group, so it
 is saved and loaded with it. Steps that were taken count, and those that were skipped, of which the host may not know.
@@ -44,7 +44,6 @@ ABOUT_TO_RISE = 1e-12
 MAX_DECAY = Check(
     lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
 )
-ADAMW_WEIGHT_DECAY = Check(is_finite, "a finite number >= 0, as AdamW takes it")
 STEPS_LEFT = Check(is_whole, "a whole number >= 0, the steps that are left")
 LARGEST_LR = Check(
     lambda lr: is_number(lr) and 0 < lr < math.inf, "a finite number > 0", "Use None to follow the learning rate."
@@ -59,7 +58,7 @@ class DecayOptions(NamedTuple):
 
     weight_decay: Annotated[float, FINITE] = 5e-4
     max_decay: Annotated[float, MAX_DECAY] = 0.1
-    adamw_weight_decay: Annotated[float | None, ADAMW_WEIGHT_DECAY.or_none()] = None
+    adamw_weight_decay: Annotated[float | None, FINITE.or_none()] = None
     calibration_steps: Annotated[int, STEPS_LEFT] = 0
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
@@ -201,3 +200,57 @@ class LargestLr:
 def follow_lr(group: dict[str, Any]) -> LargestLr | None:
     """Returns what follows the learning rate of a group for its decay, None if that does not depend on it."""
     return LargestLr(group) if is_related(group) else None
+
+
+# --- In a state dict
+
+# The entries of a group that say how much it decays. Values of one kind of decay mean nothing in another.
+CALIBRATION = ("adamw_weight_decay", "calibration_steps")
+VALUES = ("weight_decay", *CALIBRATION, "max_decay")
+
+# Entries that a group keeps when it loads another, as it keeps the kind of decay: a resumed run may decay otherwise.
+VARIANTS = ("corrected_decay", "cautious_decay")
+
+ADAMWS = ("decoupled", None)
+
+
+def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], str | None]:
+    """Returns the entries that a group keeps when `saved` is loaded into it, and a warning if that makes a difference.
+
+    `decay` is the optimizer's own kind.
+    """
+    kind = _saved_kind(saved)
+    is_same = kind == decay or (kind is None and decay in ("decoupled", "l2"))
+    # Calibration is for the schedule; torch's AdamW keeps its entries if it has loaded them.
+    names = [*VARIANTS, *(() if is_same and decay == "scheduled" else CALIBRATION if is_same else VALUES)]
+    if own["largest_lr"] is not None:
+        names.append("largest_lr")
+    kept = {name: own[name] for name in names}
+    (name, value), (saved_name, saved_value) = _decay_of(own, decay), _decay_of(saved, kind)
+    starts_from_it = kind in ADAMWS and name == "adamw_weight_decay" and value == saved_value
+    if is_same or starts_from_it or value == saved_value == 0:
+        return kept, None
+    was = repr(kind or "decoupled or l2")
+    advice = ""
+    if kind in ADAMWS and decay == "scheduled" and name == "weight_decay":
+        advice = " To start the schedule from AdamW's value pass it as adamw_weight_decay."
+    return kept, (
+        f"The state dict has {saved_name}={saved_value!r} for decay={was}, but this optimizer has decay={decay!r}: "
+        f"keeping {name}={value!r}. To go on as it was saved build the optimizer with decay={was}.{advice}"
+    )
+
+
+def _saved_kind(saved: Group) -> Decay | None:
+    """Returns the kind of a saved group: None is AdamW's or Adam's, of an old torch or apex."""
+    if "decoupled_weight_decay" in saved:  # torch's own comes first: its optimizers keep our entries beside it
+        return "decoupled" if saved["decoupled_weight_decay"] else "l2"
+    kind: Decay | None = saved.get("decay", "scheduled" if "max_decay" in saved else None)  # 0.1 did not save it
+    one_of(*get_args(Decay), None).require("decay", kind)
+    return kind
+
+
+def _decay_of(group: Group, kind: Decay | None) -> tuple[str, float]:
+    """Returns the name and the value of the entry that counts."""
+    is_calibrated = kind == "scheduled" and group.get("weight_decay") and group.get("adamw_weight_decay") is not None
+    name = "adamw_weight_decay" if is_calibrated else "weight_decay"
+    return name, group.get(name, 0)

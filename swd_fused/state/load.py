@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.checks import is_number
-from swd_fused.decay.loading import kept_decay
+from swd_fused.decay.kinds import kept_decay
 from swd_fused.devices.transfer import can_be_read
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
