@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,9 +97,7 @@ def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -
 
 def unpickled(state: dict[str, Any]) -> tuple[Options, ShardedOver | None, ClippedSteps, Tensor, StepScalars | Tensor]:
     """Takes the entries out of a pickle from which an optimizer makes what it does not pickle."""
-    # Pickles of older versions have some options as entries of their own.
-    own = {name: state.pop(name) for name in Options._fields if name in state}
-    options = state.pop("options")._replace(**own)
+    options: Options = state.pop("options")
     refuse_unsupported(options._asdict())  # the state may be on another device than its parameters
     clipped = state.pop("_clipped_steps", None) or ClippedSteps()
     return options, state.pop("_sharded_over"), clipped, state.pop("skipped_steps"), state.pop("_last")
@@ -110,10 +108,3 @@ def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:
     for group in groups:
         for name, default in {**GROUP_DEFAULTS, "decay": decay}.items():
             group.setdefault(name, default)
-
-
-def refuse_shallow_copy(optimizer: object) -> NoReturn:
-    raise TypeError(
-        "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: sums "
-        "and step counts. Use copy.deepcopy((model, optimizer)), which copies both and keeps them together."
-    )

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from swd_fused import backends, decay
+from swd_fused import backends
 from swd_fused.core.snapshot import Inputs, State
 from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
+from swd_fused.decay.kinds import effective_decay
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
@@ -34,7 +35,7 @@ CLIPPED_STEPS = 300
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
     """Returns for each group AdamW's `weight_decay` that would shrink weights as much. Waits for the device."""
     mean = float(exp_avg_sq_mean)
-    return [decay.effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
+    return [effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
 
 def metrics(stepper: Stepper, groups: Groups, clipped: ClippedSteps) -> dict[str, float]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from swd_fused import backends
 from swd_fused.core.tensor_checks import check_params
-from swd_fused.decay import follow_lr
-from swd_fused.decay.calibration import CALIBRATION_STEPS, calibration_of
-from swd_fused.decay.kinds import SO_FAR, WEIGHT_DECAYS, Decay
+from swd_fused.decay.kinds import WEIGHT_DECAYS, Decay
+from swd_fused.decay.observers import CALIBRATION_STEPS, calibration_of
 from swd_fused.distributed.refusals import refuse_tensor_alone
 from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.options import GROUP_DEFAULTS, Options, check_group
@@ -52,8 +51,6 @@ def new_group(group: dict[str, Any], defaults: Mapping[str, Any], options: Optio
     for param in tensors:
         backends.choose(param, options)  # refuses one that cannot serve
     group = {**group, "params": params, **calibration_of(whole)}
-    if isinstance(whole["lr"], Tensor) and follow_lr(whole) is not None:
-        group[SO_FAR] = whole[SO_FAR]  # from the start, or torch.compile would compile a second step anew
     group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
     if "process_group" in group:
         group["process_group"] = ShardedOver.checked(group["process_group"])

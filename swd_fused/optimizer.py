@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from swd_fused import averages, backends, checkpoints, decay, metrics
+from swd_fused import averages, backends, checkpoints, metrics
 from swd_fused.core.sources import StepCall
 from swd_fused.core.step import Seams, Stepper, take
-from swd_fused.decay.calibration import Calibration
+from swd_fused.decay import kinds
 from swd_fused.decay.kinds import Decay
-from swd_fused.decay.warning import DecayWarning
+from swd_fused.decay.observers import Calibration, DecayWarning
 from swd_fused.distributed.sharding import ShardedOver, is_distributed
 from swd_fused.drivers.compiled import new_handle, step_within_a_graph
 from swd_fused.drivers.release import GradientRelease, refuse_step_in_backward
@@ -156,7 +156,7 @@ class FusedAdamS(Optimizer):
         self._handle = new_handle(self)
         self._calibration, self._clipped, self._outliers = Calibration(), clipped, OutlierWatch()
         observers: list[Observer] = [self._calibration, self._clipped, DecayWarning(), self._outliers]
-        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, decay, observers, self._outliers))
+        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, kinds, observers, self._outliers))
         self._gradient_release = None
 
     @_disable_dynamo
@@ -313,7 +313,11 @@ class FusedAdamS(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    __copy__ = checkpoints.refuse_shallow_copy
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "FusedAdamS got copy.copy, which would share its moments but not what is kept of them beside the state: "
+            "sums and step counts. Use copy.deepcopy((model, optimizer)), which keeps both together."
+        )
 
     @_disable_dynamo
     def __getstate__(self) -> dict[str, Any]:

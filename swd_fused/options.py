@@ -232,10 +232,7 @@ def refuse_unsupported(keywords: Mapping[str, Any]) -> None:
             "torch.optim.AdamW to differentiate through steps."
         )
     if keywords.get("offload"):
-        raise ValueError(
-            "FusedAdamS got offload=True, which is gone since 0.3. Use fully_shard(model, "
-            "offload_policy=CPUOffloadPolicy()), or DeepSpeed's offload_optimizer with follow(engine): docs/memory.md."
-        )
+        raise ValueError("FusedAdamS got offload=True, which is gone since 0.3: docs/memory.md has its replacements.")
 
 
 def asked_options(arguments: Mapping[str, Any]) -> Options:
@@ -259,16 +256,11 @@ def checked(options: Options) -> Options:
             "FusedAdamS got stochastic_rounding=True with master_weights=True: the masters keep what rounding would "
             "lose, so parameters are their nearest copies. Use one of the two."
         )
-    if options.schedule == "lagged" and options.decay != "scheduled":
+    useless_with = options.needs_norm if options.decay == "scheduled" else f"decay={options.decay!r}"
+    if options.schedule == "lagged" and useless_with is not None:
         raise ValueError(
-            f'FusedAdamS got schedule="lagged" with decay={options.decay!r}, which uses no schedule and needs no '
-            "second pass. Leave schedule out."
-        )
-    if options.schedule == "lagged" and options.needs_norm is not None:
-        raise ValueError(
-            f'FusedAdamS got schedule="lagged" with {options.needs_norm}, which needs the norm of this step\'s '
-            'gradients before the update, so the pass that "lagged" saves must run anyway. Use schedule="exact", '
-            "which then costs the same."
+            f'FusedAdamS got schedule="lagged" with {useless_with}, with which it saves no pass over gradients. Use '
+            'schedule="exact", which costs the same.'
         )
     return options
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from swd_fused import FusedAdamS
-from swd_fused.decay.warning import DecayWarning
+from swd_fused.decay.observers import DecayWarning
 from tests.definition import AdamS, Group
 from tests.device import DEVICE
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from swd_fused.core.backend import Backend, Plan
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.values import HyperRow
-from swd_fused.decay import decay_factor
+from swd_fused.decay.kinds import decay_factor
 from swd_fused.devices.transfer import scalar_dtype
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import BLOCK, blocks_of_row

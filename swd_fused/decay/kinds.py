@@ -1,12 +1,11 @@
 """The kinds of weight decay: the options of a parameter group that say how it decays, and what they do to a step.
 
 An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: what a step is told of a group's
-decay. The effective decay and the warning follow from these columns.
+decay. The effective decay and the warning follow from these columns, and at the end is what a state dict says of them.
 
 Corrected and independent decay relate the learning rate to the largest one so far. That is an entry of the group, so it
-is saved and loaded with it: a number, or where `lr` is a tensor, a tensor beside it that steps advance in place, on the
-device and in each replay of a CUDA graph. Steps that were taken count, and those that were skipped, of which the host
-may not know.
+is saved and loaded with it. Steps that were taken count, and those that were skipped, of which the host may not know.
+Of a learning rate that is a tensor the host knows no value, so `largest_lr` has to be given.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.checks import FINITE, FLAG, Check, is_finite, is_number, is_one_float, is_whole, one_of
-from swd_fused.devices import graphs
-from swd_fused.devices.transfer import from_host, scalar_dtype
+from swd_fused.devices.transfer import scalar_dtype
 
 Group = Mapping[str, Any]
 Decay = Literal["scheduled", "decoupled", "independent", "l2"]
@@ -46,7 +44,6 @@ ABOUT_TO_RISE = 1e-12
 MAX_DECAY = Check(
     lambda share: is_number(share) and 0 < share <= 1, "a number in (0, 1]", "1 lets a step remove the whole weight."
 )
-ADAMW_WEIGHT_DECAY = Check(is_finite, "a finite number >= 0, as AdamW takes it")
 STEPS_LEFT = Check(is_whole, "a whole number >= 0, the steps that are left")
 LARGEST_LR = Check(
     lambda lr: is_number(lr) and 0 < lr < math.inf, "a finite number > 0", "Use None to follow the learning rate."
@@ -61,12 +58,12 @@ class DecayOptions(NamedTuple):
 
     weight_decay: Annotated[float, FINITE] = 5e-4
     max_decay: Annotated[float, MAX_DECAY] = 0.1
-    adamw_weight_decay: Annotated[float | None, ADAMW_WEIGHT_DECAY.or_none()] = None
+    adamw_weight_decay: Annotated[float | None, FINITE.or_none()] = None
     calibration_steps: Annotated[int, STEPS_LEFT] = 0
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
     largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: what steps have seen, see `LargestLr`. A tensor if `lr` is one.
+    # Not an argument: what steps have seen, see `LargestLr`. A tensor only in state dicts of 0.2.
     largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
     # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
@@ -149,6 +146,11 @@ def check_combination(group: Group) -> None:
                 f"FusedAdamS got {name}={group[name]!r} with decay={kind!r}, where it means nothing. Leave it out, or "
                 "use another decay: docs/weight-decay.md."
             )
+    if is_related(group) and isinstance(group["lr"], Tensor) and group["largest_lr"] is None:
+        raise ValueError(
+            f"FusedAdamS got lr={group['lr']!r} with a decay that depends on the largest one, wanted largest_lr as "
+            "well. Pass the peak of the schedule, or use a number for lr."
+        )
     if kind == "independent":
         SHARE.require("weight_decay", group["weight_decay"])
 
@@ -174,39 +176,25 @@ def largest_lr(group: Group, lr: float) -> float:
 
 
 class LargestLr:
-    """Follows the learning rate of a group, a number or a tensor, whose decay is related to the largest one."""
+    """Follows the learning rate of a group, whose decay is related to the largest one."""
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self._group, lr, so_far = group, group["lr"], group[SO_FAR]
-        self._lr: Tensor | None = lr if isinstance(lr, Tensor) else None
-        if self._lr is None:
-            group[SO_FAR] = float(so_far)  # waits for a device, once
-        elif not isinstance(so_far, Tensor) or so_far.device != self._lr.device:
-            if graphs.is_capturing(self._lr.device):
-                raise graphs.first_in_capture("with this lr", "the largest one, which the decay depends on,")
-            group[SO_FAR] = _on_device(so_far, self._lr.device)
-        self._so_far: Any = group[SO_FAR]  # where it is a tensor
+        self._group = group
 
     def decay_lr(self) -> Tensor | None:
-        """Returns on the device what takes the place of the learning rate before `weight_decay`. Of one that is a
-        number the group's row has it."""
-        if self._lr is None:
+        """Returns on the device what takes the place of a tensor before `weight_decay`. The group's row has a
+        number's."""
+        lr = self._group["lr"]
+        if not isinstance(lr, Tensor):
             return None
-        if graphs.is_capturing(self._lr.device):
-            graphs.keep(self._so_far)
-        lr = self._on_its_device(self._lr)
-        largest = torch.fmax(self._so_far.reshape(()), lr).clamp(min=self._group["largest_lr"] or 0.0)
-        return torch.where(lr > 0, related_lr(self._group, lr, largest), 0.0)
+        lr = lr.detach().reshape(()).to(scalar_dtype(lr.device)).clamp(min=0)
+        return torch.where(lr > 0, related_lr(self._group, lr, lr.clamp(min=self._group["largest_lr"])), 0.0)
 
     def count(self) -> None:
         """Counts the learning rate of a step that was taken."""
-        if self._lr is not None:
-            torch.fmax(self._so_far, self._on_its_device(self._lr), out=self._so_far)  # which ignores NaN
-        elif self._group["lr"] > self._group[SO_FAR]:
-            self._group[SO_FAR] = float(self._group["lr"])
-
-    def _on_its_device(self, lr: Tensor) -> Tensor:
-        return lr.detach().reshape(()).to(self._so_far.dtype).clamp(min=0)
+        lr = self._group["lr"]
+        if not isinstance(lr, Tensor) and lr > self._group[SO_FAR]:
+            self._group[SO_FAR] = float(lr)
 
 
 def follow_lr(group: dict[str, Any]) -> LargestLr | None:
@@ -214,10 +202,55 @@ def follow_lr(group: dict[str, Any]) -> LargestLr | None:
     return LargestLr(group) if is_related(group) else None
 
 
-def _on_device(so_far: float | Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor with one dimension: those of float64 without any torch.compile takes for Python's numbers, and
-    compiles twice."""
-    dtype = scalar_dtype(device)
-    if isinstance(so_far, Tensor):
-        return so_far.detach().reshape(1).to(device, dtype, copy=True)
-    return from_host(torch.tensor([so_far], dtype=dtype, device="cpu"), device)
+# --- In a state dict
+
+# The entries of a group that say how much it decays. Values of one kind of decay mean nothing in another.
+CALIBRATION = ("adamw_weight_decay", "calibration_steps")
+VALUES = ("weight_decay", *CALIBRATION, "max_decay")
+
+# Entries that a group keeps when it loads another, as it keeps the kind of decay: a resumed run may decay otherwise.
+VARIANTS = ("corrected_decay", "cautious_decay")
+
+ADAMWS = ("decoupled", None)
+
+
+def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], str | None]:
+    """Returns the entries that a group keeps when `saved` is loaded into it, and a warning if that makes a difference.
+
+    `decay` is the optimizer's own kind.
+    """
+    kind = _saved_kind(saved)
+    is_same = kind == decay or (kind is None and decay in ("decoupled", "l2"))
+    # Calibration is for the schedule; torch's AdamW keeps its entries if it has loaded them.
+    names = [*VARIANTS, *(() if is_same and decay == "scheduled" else CALIBRATION if is_same else VALUES)]
+    if own["largest_lr"] is not None:
+        names.append("largest_lr")
+    kept = {name: own[name] for name in names}
+    (name, value), (saved_name, saved_value) = _decay_of(own, decay), _decay_of(saved, kind)
+    starts_from_it = kind in ADAMWS and name == "adamw_weight_decay" and value == saved_value
+    if is_same or starts_from_it or value == saved_value == 0:
+        return kept, None
+    was = repr(kind or "decoupled or l2")
+    advice = ""
+    if kind in ADAMWS and decay == "scheduled" and name == "weight_decay":
+        advice = " To start the schedule from AdamW's value pass it as adamw_weight_decay."
+    return kept, (
+        f"The state dict has {saved_name}={saved_value!r} for decay={was}, but this optimizer has decay={decay!r}: "
+        f"keeping {name}={value!r}. To go on as it was saved build the optimizer with decay={was}.{advice}"
+    )
+
+
+def _saved_kind(saved: Group) -> Decay | None:
+    """Returns the kind of a saved group: None is AdamW's or Adam's, of an old torch or apex."""
+    if "decoupled_weight_decay" in saved:  # torch's own comes first: its optimizers keep our entries beside it
+        return "decoupled" if saved["decoupled_weight_decay"] else "l2"
+    kind: Decay | None = saved.get("decay", "scheduled" if "max_decay" in saved else None)  # 0.1 did not save it
+    one_of(*get_args(Decay), None).require("decay", kind)
+    return kind
+
+
+def _decay_of(group: Group, kind: Decay | None) -> tuple[str, float]:
+    """Returns the name and the value of the entry that counts."""
+    is_calibrated = kind == "scheduled" and group.get("weight_decay") and group.get("adamw_weight_decay") is not None
+    name = "adamw_weight_decay" if is_calibrated else "weight_decay"
+    return name, group.get(name, 0)

@@ -9,7 +9,7 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
 from swd_fused.adamw import FusedAdamW
-from swd_fused.decay.calibration import CALIBRATION_STEPS
+from swd_fused.decay.observers import CALIBRATION_STEPS
 from swd_fused.optimizer import FusedAdamS
 
 # timm takes what follows the last underscore of a name for the optimizer, and "fusedadamw" is apex's there.

@@ -177,7 +177,10 @@ def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple
     blocks = blocks_of_row(columns)
     matrix = values.reshape(rows, columns)
     in_blocks = whole_blocks(matrix.sqrt() if key == "exp_avg_sq" else matrix).view(rows, blocks, BLOCK)
-    scales = largest_sizes(in_blocks) * (1 / LARGEST_CODE[key]) if columns else matrix.new_zeros(rows, blocks)
+    scales = matrix.new_zeros(rows, blocks)
+    if columns:  # the largest absolute value of each block, without a copy of all
+        largest = torch.maximum(in_blocks.amax(-1), in_blocks.amin(-1).neg_()).abs_()
+        scales = largest * (1 / LARGEST_CODE[key])
     inverse = torch.where(scales > LEAST_SCALE, (1 << FRACTION_BITS) / scales, 0.0)
     codes = (in_blocks * inverse[..., None]).round_().nan_to_num_(0.0).to(torch.int32)
     codes = codes.add_(noise).bitwise_right_shift_(FRACTION_BITS)
@@ -190,11 +193,6 @@ def whole_blocks(matrix: Tensor) -> Tensor:
     """Fills the last block of each row with zeros. By itself `pad` copies also where there is nothing to fill."""
     missing = -matrix.shape[1] % BLOCK
     return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix.contiguous()
-
-
-def largest_sizes(blocks: Tensor) -> Tensor:
-    """Returns the largest absolute value of each block, without a copy of all."""
-    return torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_()).abs_()
 
 
 def sum_of_squares(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.checks import is_number
-from swd_fused.decay.loading import kept_decay
+from swd_fused.decay.kinds import kept_decay
 from swd_fused.devices.transfer import can_be_read
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
@@ -214,19 +214,16 @@ def check_state(state: Mapping[str, Any], param: Tensor) -> None:
 
 def check_state_dict(state_dict: object) -> None:
     """Refuses what is no state dict of an optimizer."""
-    state, groups = None, None
+    got = type(state_dict).__name__
     if isinstance(state_dict, Mapping):
-        state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    is_list = isinstance(groups, Sequence) and all(isinstance(group, Mapping) for group in groups)
-    if not isinstance(state, Mapping) or not is_list:
-        got = _listed(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(
-            f"load_state_dict got {got}, wanted a dict with a dict as state and a list of dicts as param_groups. Pass "
-            "what optimizer.state_dict() returned; in a training checkpoint it is one of the entries."
-        )
-    for group in groups or ():
-        if not isinstance(group.get("params"), Sequence):
-            raise ValueError(f"load_state_dict got params={group.get('params')!r}, wanted a list of numbers.")
+        got, state, groups = _listed(state_dict), state_dict.get("state"), state_dict.get("param_groups")
+        groups = groups if isinstance(state, Mapping) and isinstance(groups, Sequence) else [None]
+        if all(isinstance(group, Mapping) and "params" in group for group in groups):
+            return
+    raise ValueError(
+        f"load_state_dict got {got}, wanted a dict with a dict as state and a list of dicts as param_groups, each with "
+        "its params. Pass what optimizer.state_dict() returned; in a checkpoint it is one of the entries."
+    )
 
 
 def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:

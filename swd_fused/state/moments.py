@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,15 +49,6 @@ def missing_keys(state: Mapping[str, Any]) -> list[str]:
         elif key not in state:
             missing.append(key)
     return missing
-
-
-def tensors_of(key: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the names of what a state holds of a moment, each with the shape that it should have."""
-    if is_coded(state, key):
-        yield CODES[key], shape
-        yield SCALES[key], scales_shape(shape)
-    elif key in state:
-        yield key, shape
 
 
 def decoded_moment(state: Mapping[str, Any], key: str) -> Tensor:

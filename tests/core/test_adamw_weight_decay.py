@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swd_fused import FusedAdamS
-from swd_fused.decay.warning import EARLY_STEPS
+from swd_fused.decay.observers import EARLY_STEPS
 from tests.runs import error, random_grads, random_params, run, to_numpy
 
 SHAPES = [(20,), (30,), (7, 5)]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has several o
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"schedule": "lagged", "corrected_decay": True, "cautious_decay": True},
+    {"schedule": "lagged", "corrected_decay": True, "largest_lr": 1e-2, "cautious_decay": True},
     {"amsgrad": True, "max_grad_norm": 0.1, "ema_decay": 0.9},
     {"state_dtype": "8bit"},
     {"outliers": "clip", "decay": "decoupled"},

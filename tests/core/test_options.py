@@ -47,12 +47,12 @@ def test_what_had_offload_in_version_0_2_is_loaded_or_refused() -> None:
     assert again.options == optimizer.options
     state = optimizer.__getstate__()
     pickled = pickle.dumps({**state, "options": state["options"]._replace(offload=True)})
-    with pytest.raises(ValueError, match=r"got offload=True, which is gone.*CPUOffloadPolicy\(\).*follow\(engine\)"):
+    with pytest.raises(ValueError, match=r"got offload=True, which is gone.*docs/memory\.md"):
         FusedAdamS.__new__(FusedAdamS).__setstate__(pickle.loads(pickled))
 
 
 def test_a_pickle_of_an_older_version_gets_the_defaults() -> None:
-    """Groups then had what torch's AdamW has, and `max_decay`; some options were entries of their own."""
+    """Groups may have only what torch's AdamW has, and `max_decay`."""
     params = random_params([(3,), (4,)])
     optimizer = FusedAdamS(params)
     run(params, random_grads([(3,), (4,)], 1), optimizer)
@@ -62,13 +62,12 @@ def test_a_pickle_of_an_older_version_gets_the_defaults() -> None:
         for key in group.keys() - in_first_version:
             del group[key]
     del state["_clipped_steps"]
-    state["max_grad_norm"], state["schedule"] = 2.0, "exact"
     older = FusedAdamS.__new__(FusedAdamS)
     older.__setstate__(state)
     assert optimizer.defaults == GROUP_DEFAULTS
     assert GROUP_DEFAULTS.items() <= older.defaults.items()
     assert [group.keys() for group in older.param_groups] == [group.keys() for group in optimizer.param_groups]
-    assert older.options == optimizer.options._replace(max_grad_norm=2.0)
+    assert older.options == optimizer.options
     own = older.numbered_params()
     run(own, random_grads([(3,), (4,)], 1), older)  # type: ignore[arg-type]
     assert all(int(older.state[param]["step"]) == 2 for param in own)

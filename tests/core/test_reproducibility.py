@@ -90,7 +90,7 @@ def through_state_dict(optimizer: FusedAdamS, params: list[torch.nn.Parameter], 
 # All kinds of state, and all that a step leaves for the next one.
 RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     **{param.id: (torch.float32, *param.values) for param in OPTIONS},
-    "tensor lr": (torch.float32, {"lr": torch.tensor(1e-3), "corrected_decay": True}),
+    "tensor lr": (torch.float32, {"lr": torch.tensor(1e-3), "corrected_decay": True, "largest_lr": 1e-3}),
     "decoupled": (torch.float32, {"decay": "decoupled", "corrected_decay": True, "max_grad_norm": 0.5}),
     "independent": (torch.float32, {"decay": "independent", "cautious_decay": True}),
     "l2": (torch.float32, {"decay": "l2", "bias_correction": False}),

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from swd_fused import FusedAdamS, decay
+from swd_fused import FusedAdamS
 from swd_fused.core import step as core_step
 from swd_fused.core.snapshot import Snapshot
 from swd_fused.core.values import SCHEDULED, GroupValues
+from swd_fused.decay import kinds
 from swd_fused.options import GROUP_OPTIONS
 from tests.core.test_effects import CHANGES as EFFECTS
 from tests.runs import random_grads, random_params, run
@@ -118,14 +119,14 @@ OTHER = {name: change.value for name, change in EFFECTS.items()} | {"process_gro
 @pytest.mark.parametrize("key", GROUP_OPTIONS)
 def test_all_entries_of_a_group_are_watched(key: str) -> None:
     optimizer = FusedAdamS(random_params(SHAPES))
-    values = GroupValues(optimizer.param_groups, "scheduled", decay)
+    values = GroupValues(optimizer.param_groups, "scheduled", kinds)
     table = values.on(CPU).table
     assert values.hold(optimizer.param_groups)
     optimizer.param_groups[0][key] = OTHER[key]
     holds = values.hold(optimizer.param_groups)
     assert holds == (key in SCHEDULED)
     if holds:  # it has followed, in the memory that kernels read
-        expected = GroupValues(optimizer.param_groups, "scheduled", decay)
+        expected = GroupValues(optimizer.param_groups, "scheduled", kinds)
         assert values.rows == values.on(CPU).rows == expected.rows
         assert values.on(CPU).table is table
         assert torch.equal(table, expected.on(CPU).table)

@@ -23,7 +23,7 @@ import swd_fused
 from swd_fused import FusedAdamS, metrics
 from swd_fused.core import sources
 from swd_fused.core import step as step_module
-from swd_fused.decay.warning import DecayWarning
+from swd_fused.decay.observers import DecayWarning
 from tests.core.test_param_groups import Model, names
 from tests.distributed import sharded_model
 from tests.distributed.ranks import counted_all_reduces, once_on_ranks

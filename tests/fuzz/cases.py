@@ -89,7 +89,7 @@ def draw(seed: int, number: int, triton: bool = False) -> Case:
         _set_codes(rng, tensors, groups, options, SMALL_CODED_SHAPES if least_coded < LEAST_CODED else CODED_SHAPES)
     if options["decay"] != "scheduled":  # there it is AdamW's and Adam's, of the order of 0.1, or a share
         for group in groups:
-            group["weight_decay"] = rng.choice([0.0, 0.01, 0.1])
+            group["weight_decay"] = rng.choice([0.0, 0.01, 0.05 if options["decay"] == "independent" else 0.1])
             group["corrected_decay"] &= options["decay"] == "decoupled"
             group["cautious_decay"] &= options["decay"] != "l2"
     _set_grad_sizes(rng, tensors, groups, options)
@@ -111,9 +111,10 @@ def _shape(rng: random.Random, small: bool) -> tuple[int, ...]:
 def _group(rng: random.Random) -> dict[str, Any]:
     lr = rng.choice([1e-3, 1e-2, 0.1, 10 ** rng.uniform(-4, -1), 0.0])
     ema_decay = rng.choice([None, None, 0.0, 0.9, 0.999])
+    largest_lr = rng.choice([None, None, 0.02])
     return {
         "lr": lr,
-        "tensor_lr": rng.random() < 0.15,
+        "tensor_lr": largest_lr is not None and rng.random() < 0.45,
         "betas": rng.choice([(0.9, 0.999), (0.9, 0.99), (0.8, 0.95), (0.0, 0.9), (0.5, 0.0)]),
         "eps": rng.choice([1e-8, 1e-8, 1e-6, 1e-4]),
         "weight_decay": rng.choice([0.0, 5e-4, 5e-3, 0.1, 1e305 if lr == 0 else 3.0]),
@@ -122,7 +123,7 @@ def _group(rng: random.Random) -> dict[str, Any]:
         "max_decay": rng.choice([0.1, 0.1, 0.01, 1.0]),
         "cautious_decay": rng.random() < 0.25,
         "corrected_decay": rng.random() < 0.25,
-        "largest_lr": rng.choice([None, None, 0.02]),
+        "largest_lr": largest_lr,
         "ema_decay": ema_decay,
         "ema_warmup": ema_decay is not None and rng.random() < 0.5,
     }

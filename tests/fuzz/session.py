@@ -195,6 +195,8 @@ class Session:
                 check_number("exp_avg_sq_mean", optimizer.exp_avg_sq_mean, judge.exp_avg_sq_mean, mean_tolerance)
         for group, own in zip(self.groups, optimizer.param_groups, strict=True):
             is_followed = group.corrected_decay or self.case.options["decay"] == "independent"
+            if isinstance(own["lr"], Tensor):
+                group.largest_lr_so_far = 0.0  # it is not followed: `largest_lr` is given
             if is_followed and float(own["largest_lr_so_far"]) != group.largest_lr_so_far:
                 raise DifferenceError(f"the largest lr is {own['largest_lr_so_far']}, wanted {group.largest_lr_so_far}")
             for i in group.params:

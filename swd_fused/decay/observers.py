@@ -1,8 +1,9 @@
-"""Warns, once, of a weight decay that was meant for AdamW, without making any step wait for its device."""
+"""The observers of the decay: calibration in AdamW's terms, and the warning of a decay that was meant for AdamW."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from swd_fused.user_warning import warn_user
 if TYPE_CHECKING:
     from swd_fused.core.step import Step
 
+CALIBRATION_STEPS = 100
+
 # Only early in training: at its end gradients become small, and a decay that grows is the method.
 EARLY_STEPS = 100
 
@@ -26,8 +29,67 @@ STEPS_BETWEEN = 50
 COLUMNS = ("lr", "decay_lr", "eps", "weight_decay", "max_decay")
 
 
+class Calibration(Observer):
+    """Lets the schedule start from AdamW's weight decay.
+
+    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value; or, as long as its
+    `weight_decay` is 0, not at all. When its `calibration_steps` have been taken, `weight_decay` is set so that the
+    schedule would have decayed as much in the last of them, and the schedule takes over. Both are entries of the group,
+    so they are saved and loaded with it.
+    """
+
+    def __init__(self) -> None:
+        self._mean: Tensor | None = None  # the last step's
+
+    def restart(self, entries: Groups, is_fresh: bool) -> None:
+        self._mean, self.is_due = None, False
+
+    def concerns(self, groups: Groups, options: Any) -> bool:
+        return options.decay == "scheduled" and any(group["adamw_weight_decay"] is not None for group in groups)
+
+    def note(self, step: Step) -> None:
+        """Counts a step, which may have been skipped. One in several calls counts once."""
+        mean = step.results[0]
+        self._mean = mean if step.skip is None else torch.where(step.skip == 0, mean, math.nan)
+        calibrated = [group for group in step.groups if group["adamw_weight_decay"] is not None]
+        if not step.is_continued:
+            for group in calibrated:
+                group["calibration_steps"] = max(0, group["calibration_steps"] - 1)
+        self.is_due = any(not group["calibration_steps"] for group in calibrated)
+
+    def speak(self, groups: Groups) -> None:
+        """Lets the schedule take over in groups that have taken their last step of calibration. Waits for the device.
+
+        Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing. The mean is not
+        saved, so this is called before groups are.
+        """
+        done = [g for g in groups if g["adamw_weight_decay"] is not None and not g["calibration_steps"]]
+        if not done:
+            return
+        mean = math.nan if self._mean is None else float(self._mean)
+        for group in done:
+            if group["weight_decay"] == 0:
+                group["adamw_weight_decay"] = None
+            elif 0 < mean < math.inf:
+                group["weight_decay"] = group["adamw_weight_decay"] * divisor(mean, group["eps"])
+                group["adamw_weight_decay"] = None
+
+    def refuse_capture(self, step: Step) -> None:
+        raise RuntimeError(
+            "FusedAdamS got a step in the capture of a CUDA graph while weight decay is still matched to AdamW's, "
+            "which replays could not bring to an end. Take calibration_steps and one more step before."
+        )
+
+
+def calibration_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the two entries of a new group, given all that it has: none where it does not decay."""
+    if group["adamw_weight_decay"] is None or group["weight_decay"] == 0:
+        return {"adamw_weight_decay": None, "calibration_steps": 0}
+    return {"calibration_steps": group["calibration_steps"] or CALIBRATION_STEPS}
+
+
 class DecayWarning(Observer):
-    """Looks at each step's mean until it has warned.
+    """Warns, once, of a weight decay that was meant for AdamW, without making any step wait for its device.
 
     The warning comes with the next step, before that changes anything: users may have turned warnings into errors, and
     an error must leave parameters and state as they were. From a GPU the mean may come later still.
@@ -36,17 +98,14 @@ class DecayWarning(Observer):
     needs_small_mean = True
 
     def __init__(self) -> None:
-        self._start(early_steps=0)
-
-    def _start(self, early_steps: int) -> None:
-        self.is_due = self._is_done = False
-        self._early_steps = early_steps  # the first steps of training, if they are among those to come
-        self._message: str | None = None
-        self._pending: tuple[HostCopy, bool] | None = None  # the numbers on their way, and whether the step is early
+        self.restart((), is_fresh=False)
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Starts looking anew. `is_fresh` is whether training begins here, so that the first steps are early ones."""
-        self._start(EARLY_STEPS if is_fresh else 0)
+        self.is_due = self._is_done = False
+        self._early_steps = EARLY_STEPS if is_fresh else 0
+        self._message: str | None = None
+        self._pending: tuple[HostCopy, bool] | None = None  # the numbers on their way, and whether the step is early
 
     def concerns(self, groups: Groups, options: Any) -> bool:
         return not self._is_done and options.decay == "scheduled"
