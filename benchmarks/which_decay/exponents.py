@@ -58,21 +58,23 @@ def stages(run: Run, record: Record) -> Iterator[Row]:
         }
 
 
-def slope(lrs: Sequence[float], norms: Sequence[float]) -> float:
-    """Returns the exponent of the power law that fits best, by least squares of logarithms."""
-    return float(np.polyfit(np.log(lrs), np.log(norms), 1)[0])
-
-
 def settled(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if str(row["settled"]) == "True"]
 
 
+def slopes(rows: Sequence[Row], quantity: str) -> list[float]:
+    """Returns the exponent of each seed's power law, by least squares of logarithms, of one contender's stages.
+
+    None are returned where too few stages have settled.
+    """
+    by_seed = [([row["lr"] for row in own], own) for own in grouped(settled(rows), ["seed"]).values()]
+    if any(len(set(lrs)) < FEWEST_LRS for lrs, _ in by_seed):
+        return []
+    return [float(np.polyfit(np.log(lrs), np.log([row[quantity] for row in own]), 1)[0]) for lrs, own in by_seed]
+
+
 def exponent(rows: Sequence[Row], quantity: str) -> Interval | None:
-    """Of a contender's stages: over seeds, each fitted by itself. None where too few stages have settled."""
-    by_seed = list(grouped(settled(rows), ["seed"]).values())
-    if not by_seed or min(len({row["lr"] for row in own}) for own in by_seed) < FEWEST_LRS:
-        return None
-    return t_interval([slope([row["lr"] for row in own], [row[quantity] for row in own]) for own in by_seed])
+    return t_interval(found) if (found := slopes(rows, quantity)) else None
 
 
 HEADINGS = (

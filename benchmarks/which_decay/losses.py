@@ -60,6 +60,10 @@ class Finding:
     def mean(self, column: str) -> float:
         return fmean(row[column] for row in self.rows)
 
+    def spread(self, column: str) -> str:
+        values = [row[column] for row in self.rows]
+        return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
     def differences(self, column: str) -> list[float]:
         others = {row["seed"]: row[column] for row in self.adamw}
         return [row[column] - others[row["seed"]] for row in self.rows if row["seed"] in others]
@@ -68,6 +72,11 @@ class Finding:
         """95%, for all kinds together."""
         values = self.differences(column)
         return t_interval(values, len(DECAYING)) if len(values) >= FEWEST else None
+
+    def difference(self, column: str) -> str:
+        if (interval := self.interval(column)) is not None:
+            return f"{interval.mean:+.3f} ± {interval.high - interval.mean:.3f}"
+        return ", ".join(f"{value:+.3f}" for value in self.differences(column))
 
 
 def findings(rows: Sequence[Row], task: str, at: float | None = None) -> list[Finding]:
@@ -96,21 +105,10 @@ def cells(found: Sequence[Finding]) -> Iterator[list[str]]:
         yield [
             each.contender,
             f"{each.decay:g}",
-            *(spread([row[column] for row in each.rows]) for column in LOSSES),
-            *("" if each.contender == ADAMW else difference(each, column) for column in LOSSES),
+            *(each.spread(column) for column in LOSSES),
+            *("" if each.contender == ADAMW else each.difference(column) for column in LOSSES),
             f"{each.mean('shrink'):.2f}",
             f"{each.mean('normed_grad_norm'):.3g} ({each.mean('grad_norm'):.3g})",
             f"{each.mean('growth'):.2f}",
             f"{each.mean('normed_weight_norm'):.1f}",
         ]
-
-
-def difference(finding: Finding, column: str) -> str:
-    interval = finding.interval(column)
-    if interval is not None:
-        return f"{interval.mean:+.3f} ± {interval.high - interval.mean:.3f}"
-    return ", ".join(f"{value:+.3f}" for value in finding.differences(column))
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

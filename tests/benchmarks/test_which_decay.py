@@ -18,7 +18,7 @@ from benchmarks.studies.runner import Record
 from benchmarks.studies.store import Store
 from benchmarks.which_decay import cli
 from benchmarks.which_decay.contenders import ADAMC, ADAMS, ADAMW, BY_NAME, CONTENDERS, NO_DECAY
-from benchmarks.which_decay.exponents import SETTLED, exponent, slope, stages
+from benchmarks.which_decay.exponents import SETTLED, exponent, stages
 from benchmarks.which_decay.losses import findings
 from benchmarks.which_decay.runs import LrSchedule, Run, stairs
 from benchmarks.which_decay.tasks import CifarResNet, ProseGPT, ScaleFreeDigits
@@ -119,7 +119,6 @@ def test_a_known_exponent_is_found_and_a_wrong_one_is_not(contender: str, expect
     unit = exponent(rows, "unit_grad_norm")
     assert unit.low < 0 < unit.high
     assert not any(found.low < wrong < found.high for wrong in {-0.5, -1 / 3, 0.0} - {expected})
-    assert slope([1.0, 2.0, 4.0], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
 
 
 def test_stages_that_have_not_settled_are_left_out() -> None:
