@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from benchmarks.conditions import read_rows, write_rows
 from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, speeds, taking_part
 from benchmarks.step_times.harness import Case, Row, measure, milliseconds
 from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
-from swd_fused.__main__ import devices, version_of, versions
+from swd_fused.__main__ import versions_and_devices
 
 T = TypeVar("T")
 
@@ -33,11 +34,12 @@ def say(text: str) -> None:
 
 
 def environment() -> None:
-    peers = ", ".join(f"{package} {version_of(package)}" for package in PEERS)
+    installed = [each for package in PEERS for each in distributions(name=package)]
+    peers = ", ".join(f"{each.name} {each.version}" for each in installed) or "none"
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     driver = f"driver    {gpu.driver_version()}"
-    lines = [versions(), f"commit    {commit()}", devices(), driver, memory, f"peers     {peers}"]
+    lines = [*versions_and_devices(), f"commit    {commit()}", driver, memory, f"peers     {peers}"]
     if torch.cuda.get_device_name().startswith(VIRTUAL):
         say(
             "**This is the virtual GPU of tests/virtual_gpu: nothing ran on hardware, and no time or rate means "

@@ -164,6 +164,9 @@ GROUP_DEFAULTS = {**GroupOptions._field_defaults, **DecayOptions._field_defaults
 GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode")
 KNOWN_KEYS = {"params", *GROUP_OPTIONS}
 
+# Names of options elsewhere, which are too short to be taken for misspelt ones.
+MEANT = {"learning_rate": "lr", "wd": "weight_decay", "adamw_wd": "adamw_weight_decay", "ema": "ema_decay"}
+
 # How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
 # not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
 MISSPELLING = 0.85
@@ -218,7 +221,7 @@ def check_group(group: Mapping[str, Any], decay: Decay) -> None:
 
 @cache  # comparing names takes long, and a group is looked at whenever one of its entries has changed
 def _did_you_mean(name: str) -> str:
-    close = get_close_matches(str(name), (*GROUP_OPTIONS, *GLOBAL_OPTIONS), n=1, cutoff=MISSPELLING)
+    close = get_close_matches(MEANT.get(name, str(name)), (*GROUP_OPTIONS, *GLOBAL_OPTIONS), n=1, cutoff=MISSPELLING)
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -232,7 +235,11 @@ def refuse_unsupported(keywords: Mapping[str, Any]) -> None:
             "torch.optim.AdamW to differentiate through steps."
         )
     if keywords.get("offload"):
-        raise ValueError("FusedAdamS got offload=True, which is gone since 0.3: docs/memory.md has its replacements.")
+        raise ValueError(
+            "FusedAdamS got offload=True, which is gone since 0.3. Use FSDP2, on one process too: fully_shard(model, "
+            "offload_policy=CPUOffloadPolicy()); or DeepSpeed's offload_optimizer, which leaves parameters on the GPU, "
+            "with swd_fused.distributed.deepspeed.follow(engine). See docs/memory.md."
+        )
 
 
 def asked_options(arguments: Mapping[str, Any]) -> Options:

@@ -102,7 +102,7 @@ def refuse_late_reduction(params: Sequence[Tensor]) -> None:
     name, _ = _mark(params) or (None, None)
     module: Any = sys.modules.get("torch.nn.parallel.distributed")
     wrappers = _instances(module.DistributedDataParallel) if module is not None and is_distributed() else []
-    if any(own.intersection(map(id, wrapper.parameters())) for wrapper in wrappers):
+    if name is None and any(own.intersection(map(id, wrapper.parameters())) for wrapper in wrappers):
         name = "DistributedDataParallel"
     if name is not None:
         raise RuntimeError(

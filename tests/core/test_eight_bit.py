@@ -152,12 +152,13 @@ def test_no_second_moment_vanishes(backend: str) -> None:
 
 
 def test_zero_gradients_change_nothing(backend: str) -> None:
-    """Loaders of checkpoints take such a step on a fresh optimizer."""
+    """Loaders of checkpoints take such a step on a fresh optimizer. Codes whose scale has no inverse are zeros."""
     params = random_params([(4, 1024)])
     start = params[0].detach().clone()
     optimizer = FusedAdamS(params, state_dtype="8bit", backend=backend)
     run(params, [[torch.zeros(4, 1024)]] * 2, optimizer)
     assert torch.equal(params[0], start)
+    assert not optimizer.state[params[0]]["exp_avg_codes"].any()
     assert not second_moments(optimizer)[0].any()
 
 
