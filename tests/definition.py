@@ -7,7 +7,7 @@ In long double, which is more precise than anything that it judges. Nothing of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Group:
 
 @dataclass
 class AdamS:
-    """`step` takes a gradient or None for each parameter.
+    """`step` takes a gradient or None for each parameter. Methods in the middle are there to be got wrong.
 
     Lagged: the mean of v^ is over all elements of all parameters that have taken a step, as the state stands at the
     beginning of a step, whether or not they have a gradient now. As long as no element has taken one, exact.
@@ -93,11 +93,11 @@ class AdamS:
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group, 0, i)
             direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
             shrink = self.shrink(group, self.mean_for(i, with_grad))
-            moves_from_zero = direction * self.params[i] < 0
+            moves_from_zero = self.signs(direction, g[i]) * self.weight(group, i, direction) < 0
             decay_factor = np.where(group.cautious_decay & moves_from_zero, wide(1.0), 1 - wide(shrink))
-            self.params[i] = decay_factor * self.params[i] - group.lr * direction
+            before, self.params[i] = self.params[i], decay_factor * self.params[i] - group.lr * direction
             if group.ema_decay is not None:
-                self.ema_param[i] += (1 - self.ema_decay(group, i)) * (self.params[i] - self.ema_param[i])
+                self.ema_param[i] += (1 - self.ema_decay(group, i)) * (self.averaged(i, before) - self.ema_param[i])
 
     def norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))
@@ -119,6 +119,15 @@ class AdamS:
         return (
             min(lr * group.weight_decay / (np.sqrt(mean) + group.eps), wide(group.max_decay)) if mean > 0 else wide(0)
         )
+
+    def signs(self, direction: Array, grad: Array) -> Array:
+        return direction
+
+    def weight(self, group: Group, i: int, direction: Array) -> Array:
+        return self.params[i]
+
+    def averaged(self, i: int, before: Array) -> Array:
+        return self.params[i]
 
     def ema_decay(self, group: Group, i: int) -> Array:
         t = self.steps[i]
@@ -149,6 +158,76 @@ def wrong(name: str, **methods: Any) -> type[AdamS]:
     return type(name, (AdamS,), methods)
 
 
+def _mean_of_group(self: AdamS, i: int, with_grad: list[tuple[Group, int]]) -> Array:
+    own = next(group for group, j in with_grad if j == i)
+    return self.mean([(group, j) for group, j in with_grad if group is own])
+
+
+def _mean_not_clipped(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
+    clip = min(wide(1.0), (self.max_grad_norm or np.inf) / self.grad_norm)
+    return AdamS.mean(self, with_grad) / clip**2
+
+
+class OtherSchedule(AdamS):
+    """Takes decay before this step's schedule is known, as in swapped passes; or after, where it is lagged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lagged = not self.lagged
+
+
+def _mean_of_decaying(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
+    return AdamS.mean(self, [(group, i) for group, i in with_grad if group.weight_decay > 0])
+
+
 MeanPerTensor = wrong("MeanPerTensor", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if j == i]))
+MeanPerGroup = wrong("MeanPerGroup", mean_for=_mean_of_group)
+MeanOfDecayingOnly = wrong("MeanOfDecayingOnly", mean=_mean_of_decaying)
+MeanNotClipped = wrong("MeanNotClipped", mean=_mean_not_clipped)
 NoBiasCorrection = wrong("NoBiasCorrection", bias_correction=lambda self, group, moment, i: wide(1.0))
-WRONG = [MeanPerTensor, NoBiasCorrection]
+MeanOfStoredMoments = wrong(
+    "MeanOfStoredMoments",
+    mean=lambda self, every: (
+        sum(self.exp_avg_sq[i].sum() for _, i in every) / sum(self.params[i].size for _, i in every)
+    ),
+)
+WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, MeanNotClipped, MeanOfStoredMoments, NoBiasCorrection]
+WRONG += [OtherSchedule]
+
+# Wrong where bias correction differs by group, or decay is corrected, independent of the learning rate, or cautious.
+BiasOfFirstGroup = wrong(
+    "BiasOfFirstGroup",
+    bias_correction=lambda self, group, moment, i: AdamS.bias_correction(
+        self, replace(group, bias_correction=self.groups[0].bias_correction), moment, i
+    ),
+)
+NotCorrected = wrong("NotCorrected", correction=lambda self, group: wide(1.0))  # AdamW's
+CorrectedTwice = wrong("CorrectedTwice", correction=lambda self, group: AdamS.correction(self, group) ** 2)
+LargestOfAllGroups = wrong(
+    "LargestOfAllGroups",
+    correction=lambda self, group: wide(group.lr) / max(other.largest_lr_so_far for other in self.groups),
+)
+IndependentTimesLr = wrong(
+    "IndependentTimesLr", shrink=lambda self, group, mean: AdamS.shrink(self, group, mean) * group.lr
+)
+AgreesWithGradient = wrong("AgreesWithGradient", signs=lambda self, direction, grad: grad)  # momentum may differ
+AgreesElsewhere = wrong("AgreesElsewhere", signs=lambda self, direction, grad: -direction)
+AgreesWithAll = wrong("AgreesWithAll", signs=lambda self, direction, grad: 0 * direction)
+AgreesAfterUpdate = wrong(
+    "AgreesAfterUpdate", weight=lambda self, group, i, direction: self.params[i] - group.lr * direction
+)
+
+# Wrong where weights are averaged: with a warm-up a step behind, or started as the weight after the first step.
+AverageOfOldWeights = wrong("AverageOfOldWeights", averaged=lambda self, i, before: before)
+
+
+class DecayOfStepBefore(AdamS):
+    def ema_decay(self, group: Group, i: int) -> Array:
+        t = self.steps[i] - 1
+        return min(wide(group.ema_decay), (1 + t) / wide(10 + t)) if group.ema_warmup else wide(group.ema_decay)
+
+
+AverageFromFirstStep = wrong(
+    "AverageFromFirstStep",
+    ema_decay=lambda self, group, i: AdamS.ema_decay(self, group, i) if self.steps[i] > 1 else wide(0.0),
+)
