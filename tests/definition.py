@@ -7,7 +7,7 @@ In long double, which is more precise than anything that it judges. Nothing of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,11 +93,13 @@ class AdamS:
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group, 0, i)
             direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
             shrink = self.shrink(group, self.mean_for(i, with_grad))
-            moves_from_zero = self.signs(direction, g[i]) * self.weight(group, i, direction) < 0
+            moves_from_zero = self.towards_zero(group, i, direction, g[i]) < 0
             decay_factor = np.where(group.cautious_decay & moves_from_zero, wide(1.0), 1 - wide(shrink))
             before, self.params[i] = self.params[i], decay_factor * self.params[i] - group.lr * direction
             if group.ema_decay is not None:
-                self.ema_param[i] += (1 - self.ema_decay(group, i)) * (self.averaged(i, before) - self.ema_param[i])
+                self.ema_param[i] += (1 - self.ema_decay(group, self.steps[i])) * (
+                    self.averaged(i, before) - self.ema_param[i]
+                )
 
     def norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))
@@ -120,17 +122,13 @@ class AdamS:
             min(lr * group.weight_decay / (np.sqrt(mean) + group.eps), wide(group.max_decay)) if mean > 0 else wide(0)
         )
 
-    def signs(self, direction: Array, grad: Array) -> Array:
-        return direction
-
-    def weight(self, group: Group, i: int, direction: Array) -> Array:
-        return self.params[i]
+    def towards_zero(self, group: Group, i: int, direction: Array, grad: Array) -> Array:
+        return direction * self.params[i]
 
     def averaged(self, i: int, before: Array) -> Array:
         return self.params[i]
 
-    def ema_decay(self, group: Group, i: int) -> Array:
-        t = self.steps[i]
+    def ema_decay(self, group: Group, t: int) -> Array:
         assert group.ema_decay is not None
         return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
 
@@ -158,16 +156,6 @@ def wrong(name: str, **methods: Any) -> type[AdamS]:
     return type(name, (AdamS,), methods)
 
 
-def _mean_of_group(self: AdamS, i: int, with_grad: list[tuple[Group, int]]) -> Array:
-    own = next(group for group, j in with_grad if j == i)
-    return self.mean([(group, j) for group, j in with_grad if group is own])
-
-
-def _mean_not_clipped(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
-    clip = min(wide(1.0), (self.max_grad_norm or np.inf) / self.grad_norm)
-    return AdamS.mean(self, with_grad) / clip**2
-
-
 class OtherSchedule(AdamS):
     """Takes decay before this step's schedule is known, as in swapped passes; or after, where it is lagged."""
 
@@ -176,30 +164,24 @@ class OtherSchedule(AdamS):
         self.lagged = not self.lagged
 
 
-def _mean_of_decaying(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
-    return AdamS.mean(self, [(group, i) for group, i in with_grad if group.weight_decay > 0])
+def _mean_not_clipped(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
+    return AdamS.mean(self, with_grad) / min(wide(1.0), (self.max_grad_norm or np.inf) / self.grad_norm) ** 2
 
 
 MeanPerTensor = wrong("MeanPerTensor", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if j == i]))
-MeanPerGroup = wrong("MeanPerGroup", mean_for=_mean_of_group)
-MeanOfDecayingOnly = wrong("MeanOfDecayingOnly", mean=_mean_of_decaying)
+MeanPerGroup = wrong(
+    "MeanPerGroup", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if i in g.params])
+)
+MeanOfDecaying = wrong(
+    "MeanOfDecaying", mean=lambda self, every: AdamS.mean(self, [(g, j) for g, j in every if g.weight_decay > 0])
+)
 MeanNotClipped = wrong("MeanNotClipped", mean=_mean_not_clipped)
 NoBiasCorrection = wrong("NoBiasCorrection", bias_correction=lambda self, group, moment, i: wide(1.0))
-MeanOfStoredMoments = wrong(
-    "MeanOfStoredMoments",
-    mean=lambda self, every: (
-        sum(self.exp_avg_sq[i].sum() for _, i in every) / sum(self.params[i].size for _, i in every)
-    ),
-)
-WRONG = [MeanPerTensor, MeanPerGroup, MeanOfDecayingOnly, MeanNotClipped, MeanOfStoredMoments, NoBiasCorrection]
-WRONG += [OtherSchedule]
+WRONG = [OtherSchedule, MeanPerTensor, MeanPerGroup, MeanOfDecaying, MeanNotClipped, NoBiasCorrection]
 
-# Wrong where bias correction differs by group, or decay is corrected, independent of the learning rate, or cautious.
-BiasOfFirstGroup = wrong(
-    "BiasOfFirstGroup",
-    bias_correction=lambda self, group, moment, i: AdamS.bias_correction(
-        self, replace(group, bias_correction=self.groups[0].bias_correction), moment, i
-    ),
+# Wrong where bias is not corrected, or decay is corrected, independent of the learning rate, or cautious.
+AlwaysCorrectsBias = wrong(
+    "AlwaysCorrectsBias", bias_correction=lambda self, group, moment, i: 1 - wide(group.betas[moment]) ** self.steps[i]
 )
 NotCorrected = wrong("NotCorrected", correction=lambda self, group: wide(1.0))  # AdamW's
 CorrectedTwice = wrong("CorrectedTwice", correction=lambda self, group: AdamS.correction(self, group) ** 2)
@@ -210,24 +192,16 @@ LargestOfAllGroups = wrong(
 IndependentTimesLr = wrong(
     "IndependentTimesLr", shrink=lambda self, group, mean: AdamS.shrink(self, group, mean) * group.lr
 )
-AgreesWithGradient = wrong("AgreesWithGradient", signs=lambda self, direction, grad: grad)  # momentum may differ
-AgreesElsewhere = wrong("AgreesElsewhere", signs=lambda self, direction, grad: -direction)
-AgreesWithAll = wrong("AgreesWithAll", signs=lambda self, direction, grad: 0 * direction)
+AgreesWithGradient = wrong("AgreesWithGradient", towards_zero=lambda self, group, i, way, grad: grad * self.params[i])
+AgreesElsewhere = wrong("AgreesElsewhere", towards_zero=lambda self, group, i, way, grad: -way * self.params[i])
+AgreesWithAll = wrong("AgreesWithAll", towards_zero=lambda self, group, i, way, grad: 0 * way)
 AgreesAfterUpdate = wrong(
-    "AgreesAfterUpdate", weight=lambda self, group, i, direction: self.params[i] - group.lr * direction
+    "AgreesAfterUpdate", towards_zero=lambda self, group, i, way, grad: way * (self.params[i] - group.lr * way)
 )
 
 # Wrong where weights are averaged: with a warm-up a step behind, or started as the weight after the first step.
 AverageOfOldWeights = wrong("AverageOfOldWeights", averaged=lambda self, i, before: before)
-
-
-class DecayOfStepBefore(AdamS):
-    def ema_decay(self, group: Group, i: int) -> Array:
-        t = self.steps[i] - 1
-        return min(wide(group.ema_decay), (1 + t) / wide(10 + t)) if group.ema_warmup else wide(group.ema_decay)
-
-
+DecayOfStepBefore = wrong("DecayOfStepBefore", ema_decay=lambda self, group, t: AdamS.ema_decay(self, group, t - 1))
 AverageFromFirstStep = wrong(
-    "AverageFromFirstStep",
-    ema_decay=lambda self, group, i: AdamS.ema_decay(self, group, i) if self.steps[i] > 1 else wide(0.0),
+    "AverageFromFirstStep", ema_decay=lambda self, group, t: AdamS.ema_decay(self, group, t) if t > 1 else wide(0.0)
 )

@@ -38,15 +38,11 @@ class Rule:
         self.found += is_outlier
         if is_outlier and self.outliers == "skip" and self.in_a_row < self.most_in_a_row:
             self.in_a_row += 1
-            self.skipped(norm)
             return 0.0
         self.in_a_row = 0
         taken = self.limit(norm) if is_outlier and self.outliers == "clip" else norm
         self.count(self.entry(norm, taken))
         return taken
-
-    def skipped(self, norm: float) -> None:
-        pass
 
     def entry(self, norm: float, taken: float) -> float:
         return taken
@@ -70,8 +66,11 @@ class Rule:
 
 
 class SkippedNormsCount(Rule):
-    def skipped(self, norm: float) -> None:
-        self.count(norm)
+    def step(self, norm: float, skipped_anyway: bool = False) -> float:
+        taken = super().step(norm, skipped_anyway)
+        if taken == 0 < norm:
+            self.count(norm)
+        return taken
 
 
 class NormsCountUnclipped(Rule):
@@ -85,11 +84,9 @@ class ClipsToThreshold(Rule):
 
 
 WRONG: dict[str, list[Rule]] = {
-    "skip": [SkippedNormsCount("skip"), *(Rule("skip", most_in_a_row=most) for most in (11, math.inf))],
-    "clip": [NormsCountUnclipped("clip"), ClipsToThreshold("clip")],
+    "skip": [SkippedNormsCount("skip"), Rule("skip", most_in_a_row=math.inf), Rule("skip", measured=26)],
+    "clip": [NormsCountUnclipped("clip"), ClipsToThreshold("clip"), Rule("clip", measured=26)],
 }
-for mode, rules in WRONG.items():
-    rules.append(Rule(mode, measured=26))
 
 
 class ZClip:

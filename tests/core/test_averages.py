@@ -60,8 +60,7 @@ def test_equals_torchs_averaged_model(backend: str, dtype: torch.dtype) -> None:
 def timm_decay(step: int, decay: float) -> float:
     """`ModelEmaV3.get_decay` with use_warmup, warmup_gamma=9 and warmup_power=1, for which it is (step - 1) / (step +
     8): as timm's `step` is one ahead of the update that the model has taken, t + 2 is what gives (1 + t) / (10 + t)."""
-    step = max(0, step - 0 - 1)  # update_after_step is 0
-    return 0.0 if step <= 0 else max(min(1 - (1 + step / 9.0) ** -1.0, decay), 0.0)
+    return max(min(1 - (1 + max(0, step - 1) / 9.0) ** -1.0, decay), 0.0)
 
 
 def test_equals_timms_rule_with_warmup(backend: str) -> None:

@@ -87,21 +87,16 @@ def test_equals_the_definition(backend: str, kind: str) -> None:
 
 
 WRONG = [
-    *(("plain", wrong) for wrong in definition.WRONG if wrong is not definition.MeanNotClipped),
-    ("clipped", definition.MeanNotClipped),
+    *(("clipped" if wrong is definition.MeanNotClipped else "plain", wrong) for wrong in definition.WRONG),
     ("lagged", definition.OtherSchedule),
-    ("bias of the second group only", definition.BiasOfFirstGroup),
+    ("bias of the second group only", definition.AlwaysCorrectsBias),
     ("AdamC", definition.NotCorrected),
     ("corrected", definition.CorrectedTwice),
-    ("independent", definition.LargestOfAllGroups),
-    ("independent", definition.IndependentTimesLr),
-    ("cautious decoupled", definition.AgreesWithGradient),
-    ("cautious", definition.AgreesElsewhere),
-    ("cautious independent, maximizing", definition.AgreesElsewhere),
-    ("cautious decoupled", definition.AgreesWithAll),
+    *(("independent", wrong) for wrong in (definition.LargestOfAllGroups, definition.IndependentTimesLr)),
+    *((kind, definition.AgreesElsewhere) for kind in ("cautious", "cautious independent, maximizing")),
+    *(("cautious decoupled", wrong) for wrong in (definition.AgreesWithGradient, definition.AgreesWithAll)),
     ("cautious decoupled", definition.AgreesAfterUpdate),
-    ("averages", definition.AverageOfOldWeights),
-    ("averages", definition.DecayOfStepBefore),
+    *(("averages", wrong) for wrong in (definition.AverageOfOldWeights, definition.DecayOfStepBefore)),
     ("averages", definition.AverageFromFirstStep),
 ]
 
