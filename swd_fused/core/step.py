@@ -362,15 +362,14 @@ class Step:
         if self._is_captured:
             stepper.keep_for_graphs(snapshot)
         if stepper.concerned:
-            mean = results.tolist()[0] if type(results) is Tensor and results.is_cpu else self._readable_mean()
+            if type(results) is Tensor and results.is_cpu:
+                mean = results.tolist()[0]
+            else:
+                mean = float(results[0]) if can_be_read(results[0]) else math.nan  # without waiting
             is_harmless = mean >= self.values.harmless_mean
             for observer in stepper.concerned:
                 if not (is_harmless and observer.needs_small_mean):
                     observer.note(self)
-
-    def _readable_mean(self) -> float:
-        """Returns the mean, or NaN if the host cannot look at it without waiting."""
-        return float(self.results[0]) if can_be_read(self.results[0]) else math.nan
 
 
 def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | None] | None, call: StepCall) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 CODED = ("exp_avg", "exp_avg_sq")  # those that may be: rounding up at random would make maxima grow
 
 
+@cache
 def stored_dtype(key: str, dtype: torch.dtype, param_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
     """Returns the dtype for a moment that exists in `dtype`: never narrower than that, except on request.
 
