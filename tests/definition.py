@@ -40,7 +40,7 @@ class Group:
 
 @dataclass
 class AdamS:
-    """`step` takes a gradient or None for each parameter.
+    """`step` takes a gradient or None for each parameter. Methods in the middle are there to be got wrong.
 
     Lagged: the mean of v^ is over all elements of all parameters that have taken a step, as the state stands at the
     beginning of a step, whether or not they have a gradient now. As long as no element has taken one, exact.
@@ -93,12 +93,18 @@ class AdamS:
             exp_avg_hat = self.exp_avg[i] / self.bias_correction(group, 0, i)
             direction = exp_avg_hat / (np.sqrt(self.exp_avg_sq_hat(group, i)) + group.eps)
             shrink = self.shrink(group, self.mean_for(i, with_grad))
-            moves_from_zero = direction * self.params[i] < 0
+            moves_from_zero = self.towards_zero(group, i, direction, g[i]) < 0
             decay_factor = np.where(group.cautious_decay & moves_from_zero, wide(1.0), 1 - wide(shrink))
-            self.params[i] = decay_factor * self.params[i] - group.lr * direction
+            before, self.params[i] = self.params[i], decay_factor * self.params[i] - group.lr * direction
             if group.ema_decay is not None:
+<<<<<<< HEAD
                 weight, average = 1 - self.ema_decay(group, i), self.ema_param[i]
                 self.ema_param[i] = average + weight * (self.params[i] - average)
+=======
+                self.ema_param[i] += (1 - self.ema_decay(group, self.steps[i])) * (
+                    self.averaged(i, before) - self.ema_param[i]
+                )
+>>>>>>> 2346160a9b295404e958f429683a8d5f36a09fec
 
     def norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))
@@ -121,8 +127,13 @@ class AdamS:
             min(lr * group.weight_decay / (np.sqrt(mean) + group.eps), wide(group.max_decay)) if mean > 0 else wide(0)
         )
 
-    def ema_decay(self, group: Group, i: int) -> Array:
-        t = self.steps[i]
+    def towards_zero(self, group: Group, i: int, direction: Array, grad: Array) -> Array:
+        return direction * self.params[i]
+
+    def averaged(self, i: int, before: Array) -> Array:
+        return self.params[i]
+
+    def ema_decay(self, group: Group, t: int) -> Array:
         assert group.ema_decay is not None
         return wide(min(group.ema_decay, (1 + t) / wide(10 + t)) if group.ema_warmup else group.ema_decay)
 
@@ -150,6 +161,52 @@ def wrong(name: str, **methods: Any) -> type[AdamS]:
     return type(name, (AdamS,), methods)
 
 
+class OtherSchedule(AdamS):
+    """Takes decay before this step's schedule is known, as in swapped passes; or after, where it is lagged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lagged = not self.lagged
+
+
+def _mean_not_clipped(self: AdamS, with_grad: list[tuple[Group, int]]) -> Array:
+    return AdamS.mean(self, with_grad) / min(wide(1.0), (self.max_grad_norm or np.inf) / self.grad_norm) ** 2
+
+
 MeanPerTensor = wrong("MeanPerTensor", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if j == i]))
+MeanPerGroup = wrong(
+    "MeanPerGroup", mean_for=lambda self, i, every: self.mean([(g, j) for g, j in every if i in g.params])
+)
+MeanOfDecaying = wrong(
+    "MeanOfDecaying", mean=lambda self, every: AdamS.mean(self, [(g, j) for g, j in every if g.weight_decay > 0])
+)
+MeanNotClipped = wrong("MeanNotClipped", mean=_mean_not_clipped)
 NoBiasCorrection = wrong("NoBiasCorrection", bias_correction=lambda self, group, moment, i: wide(1.0))
-WRONG = [MeanPerTensor, NoBiasCorrection]
+WRONG = [OtherSchedule, MeanPerTensor, MeanPerGroup, MeanOfDecaying, MeanNotClipped, NoBiasCorrection]
+
+# Wrong where bias is not corrected, or decay is corrected, independent of the learning rate, or cautious.
+AlwaysCorrectsBias = wrong(
+    "AlwaysCorrectsBias", bias_correction=lambda self, group, moment, i: 1 - wide(group.betas[moment]) ** self.steps[i]
+)
+NotCorrected = wrong("NotCorrected", correction=lambda self, group: wide(1.0))  # AdamW's
+CorrectedTwice = wrong("CorrectedTwice", correction=lambda self, group: AdamS.correction(self, group) ** 2)
+LargestOfAllGroups = wrong(
+    "LargestOfAllGroups",
+    correction=lambda self, group: wide(group.lr) / max(other.largest_lr_so_far for other in self.groups),
+)
+IndependentTimesLr = wrong(
+    "IndependentTimesLr", shrink=lambda self, group, mean: AdamS.shrink(self, group, mean) * group.lr
+)
+AgreesWithGradient = wrong("AgreesWithGradient", towards_zero=lambda self, group, i, way, grad: grad * self.params[i])
+AgreesElsewhere = wrong("AgreesElsewhere", towards_zero=lambda self, group, i, way, grad: -way * self.params[i])
+AgreesWithAll = wrong("AgreesWithAll", towards_zero=lambda self, group, i, way, grad: 0 * way)
+AgreesAfterUpdate = wrong(
+    "AgreesAfterUpdate", towards_zero=lambda self, group, i, way, grad: way * (self.params[i] - group.lr * way)
+)
+
+# Wrong where weights are averaged: with a warm-up a step behind, or started as the weight after the first step.
+AverageOfOldWeights = wrong("AverageOfOldWeights", averaged=lambda self, i, before: before)
+DecayOfStepBefore = wrong("DecayOfStepBefore", ema_decay=lambda self, group, t: AdamS.ema_decay(self, group, t - 1))
+AverageFromFirstStep = wrong(
+    "AverageFromFirstStep", ema_decay=lambda self, group, t: AdamS.ema_decay(self, group, t) if t > 1 else wide(0.0)
+)

@@ -1,4 +1,4 @@
-"""Averages of weights: of what, how they start, are exchanged and copied. test_definition.py compares their values."""
+"""Averages of weights: judged by the definition, by torch's AveragedModel and by the rule of timm's ModelEmaV3."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swd_fused import FusedAdamS, FusedAdamW, averages
 from swd_fused.state.weights import AVERAGE
 from tests.device import DEVICE
-from tests.runs import everything, moments, random_grads, random_params, run
+from tests.runs import error, everything, moments, random_grads, random_params, run, steps_for, to_numpy
 
 Options = dict[str, Any]
 Params = list[nn.Parameter]
@@ -41,6 +43,35 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Itera
         net(torch.randn(8, 6, dtype=dtype)).square().sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_torchs_averaged_model(backend: str, dtype: torch.dtype) -> None:
+    net = model().to(dtype)
+    optimizer = FusedAdamW(net.parameters(), lr=1e-2, ema_decay=0.9, backend=backend)
+    twin = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    twin.update_parameters(net)  # so it starts as the first weights, not as those after the first step
+    for _ in train(net, optimizer, steps_for(backend, 20)):
+        twin.update_parameters(net)
+    for average, other in zip(averages_of(optimizer, list(net.parameters())), twin.module.parameters(), strict=True):
+        torch.testing.assert_close(average, other.detach(), rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def timm_decay(step: int, decay: float) -> float:
+    """`ModelEmaV3.get_decay` with use_warmup, warmup_gamma=9 and warmup_power=1, for which it is (step - 1) / (step +
+    8): as timm's `step` is one ahead of the update that the model has taken, t + 2 is what gives (1 + t) / (10 + t)."""
+    return max(min(1 - (1 + max(0, step - 1) / 9.0) ** -1.0, decay), 0.0)
+
+
+def test_equals_timms_rule_with_warmup(backend: str) -> None:
+    net = model().double()
+    params = list(net.parameters())
+    optimizer = FusedAdamW(params, lr=1e-2, ema_decay=0.5, ema_warmup=True, backend=backend)  # reached in step 8
+    twins = [to_numpy(param) for param in params]
+    for t, _ in enumerate(train(net, optimizer, 4 if backend == "triton" else 12), start=1):
+        share = 1 - np.longdouble(timm_decay(t + 2, 0.5))
+        twins = [twin + share * (to_numpy(param) - twin) for twin, param in zip(twins, params, strict=True)]
+    assert error(averages_of(optimizer, params), twins) < 1e-14
 
 
 PRECISIONS: list[Any] = [

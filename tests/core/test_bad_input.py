@@ -53,6 +53,7 @@ OF_GROUPS: list[tuple[str, Any]] = [
 MISSPELT_OR_OF_ALL = [
     *(("weigth_decay", 0.1), ("maximise", True), ("max_grad_norms", 1.0), ("schedule", "lagged"), ("decay", "l2")),
     *((name, 1) for name in ("seed", "backend", "max_grad_norm", "total_numel")),
+    *((name, 0.1) for name in ("wd", "adamw_wd", "learning_rate", "ema")),
 ]
 FOR_ALL: list[tuple[Options, str, Any]] = [
     *(({}, "max_grad_norm", value) for value in (-1.0, 0, nan, "1", True)),
@@ -185,10 +186,9 @@ def test_contradictions(options: Options, message: str) -> None:
 
 
 def test_unknown_arguments() -> None:
-    for name, advice in (
-        ("weigth_decay", " Did you mean weight_decay?"),
-        ("temperature", ""),
-    ):
+    meant = {"weigth_decay": "weight_decay", "wd": "weight_decay", "adamw_wd": "adamw_weight_decay", "temperature": ""}
+    for name, option in {**meant, "learning_rate": "lr", "ema": "ema_decay"}.items():
+        advice = f" Did you mean {option}?" if option else ""
         with pytest.raises(TypeError) as error:
             FusedAdamS(random_params(SHAPES), **{name: 0.1})
         assert str(error.value) == f"FusedAdamS got an unknown argument {name}=0.1.{advice}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from swd_fused import FusedAdamS
 from swd_fused.state.weights import AVERAGE
-from tests import runs
+from tests import definition, runs
 from tests.definition import AdamS, Group
 from tests.runs import error, fused, moments, random_grads, random_params, run
 
@@ -51,9 +52,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.backends(split=True)
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_definition(backend: str, kind: str) -> None:
+def apart_from_definition(backend: str, kind: str, judge: type[AdamS] = AdamS) -> float:
     """Gradients are missing now and then."""
     of_all, of_first = KINDS[kind]
     shapes, steps = runs.shapes_for(backend), runs.steps_for(backend, STEPS)
@@ -62,7 +61,7 @@ def test_equals_the_definition(backend: str, kind: str) -> None:
     params, grads = random_params(shapes, torch.float64), random_grads(shapes, steps, torch.float64)
     kept = [Group(**{**{k: v for k, v in of_all.items() if k in vars(Group([]))}, **group}) for group in groups]
     decay, max_grad_norm = of_all.get("decay", "scheduled"), of_all.get("max_grad_norm")
-    reference = AdamS([runs.to_numpy(param) for param in params], kept, max_grad_norm, decay, "schedule" in of_all)
+    reference = judge([runs.to_numpy(param) for param in params], kept, max_grad_norm, decay, "schedule" in of_all)
     optimizer = fused(params, groups, backend=backend, **of_all)
     for t, every in enumerate(grads):
         step_grads = [None if (i + t) % 5 == 1 else grad for i, grad in enumerate(every)]
@@ -78,7 +77,34 @@ def test_equals_the_definition(backend: str, kind: str) -> None:
         for key in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * own.amsgrad, *averages):
             found = moments(optimizer, [params[i] for i in own.params], key)
             apart.append(error(found, [getattr(reference, key)[i] for i in own.params]))
-    assert max(apart) < 1e-14
+    return float(np.max(apart))  # NaN if there is one
+
+
+@pytest.mark.backends(split=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_definition(backend: str, kind: str) -> None:
+    assert apart_from_definition(backend, kind) < 1e-14
+
+
+WRONG = [
+    *(("clipped" if wrong is definition.MeanNotClipped else "plain", wrong) for wrong in definition.WRONG),
+    ("lagged", definition.OtherSchedule),
+    ("bias of the second group only", definition.AlwaysCorrectsBias),
+    ("AdamC", definition.NotCorrected),
+    ("corrected", definition.CorrectedTwice),
+    *(("independent", wrong) for wrong in (definition.LargestOfAllGroups, definition.IndependentTimesLr)),
+    *((kind, definition.AgreesElsewhere) for kind in ("cautious", "cautious independent, maximizing")),
+    *(("cautious decoupled", wrong) for wrong in (definition.AgreesWithGradient, definition.AgreesWithAll)),
+    ("cautious decoupled", definition.AgreesAfterUpdate),
+    *(("averages", wrong) for wrong in (definition.AverageOfOldWeights, definition.DecayOfStepBefore)),
+    ("averages", definition.AverageFromFirstStep),
+]
+
+
+@pytest.mark.backends(interpreted=False)
+@pytest.mark.parametrize(("kind", "wrong"), WRONG, ids=str)
+def test_wrong_variants_are_told_apart(backend: str, kind: str, wrong: type[AdamS]) -> None:
+    assert apart_from_definition(backend, kind, wrong) > 1e-13
 
 
 PEERS = {"decoupled": (torch.optim.AdamW, 0.1), "l2": (torch.optim.Adam, 0.1), "scheduled": (torch.optim.Adam, 0.0)}

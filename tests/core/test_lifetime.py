@@ -169,6 +169,13 @@ def test_freed_at_once(backend: str, use: Callable[..., FusedAdamS], dtype: torc
     backward(params)
 
 
+def test_loads_leave_no_weak_references_behind() -> None:
+    optimizer = stepped(random_params(SHAPES))
+    before = weakref.getweakrefcount(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert weakref.getweakrefcount(optimizer) == before
+
+
 def test_a_handle_of_gradient_release_keeps_nothing_alive() -> None:
     """And may be removed after its optimizer is gone."""
     params = random_params(SHAPES)

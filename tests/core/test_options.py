@@ -47,8 +47,11 @@ def test_what_had_offload_in_version_0_2_is_loaded_or_refused() -> None:
     assert again.options == optimizer.options
     state = optimizer.__getstate__()
     pickled = pickle.dumps({**state, "options": state["options"]._replace(offload=True)})
-    with pytest.raises(ValueError, match=r"got offload=True, which is gone.*docs/memory\.md"):
+    message = r"got offload=True, which is gone.*fully_shard\(.*CPUOffloadPolicy\(\).*follow\(engine\)"
+    with pytest.raises(ValueError, match=message):
         FusedAdamS.__new__(FusedAdamS).__setstate__(pickle.loads(pickled))
+    with pytest.raises(ValueError, match=message):
+        FusedAdamS(params, offload=True)
 
 
 def test_a_pickle_of_an_older_version_gets_the_defaults() -> None:

@@ -1,22 +1,23 @@
-"""Steps whose gradient norm stands out: judged by the rule in floats."""
+"""Steps whose gradient norm stands out: judged by the rule in floats, and by ZClip's."""
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from swd_fused import FusedAdamS, FusedAdamW
+from swd_fused import FusedAdamS, FusedAdamW, outliers
 from swd_fused.outliers import KEY
 from tests.device import DEVICE
-from tests.outliers_definition import Rule
-from tests.runs import fused, random_params, run
+from tests.outliers_definition import WRONG, Rule, ZClip
+from tests.runs import everything, fused, random_params, run
 
 Params = list[torch.nn.Parameter]
 Options = dict[str, Any]
@@ -86,6 +87,9 @@ def test_equals_the_rule(backend: str, groups: list[Options], mode: Any) -> None
     rule = Rule(mode)
     assert close(found, [rule.step(norm) for norm in norms])
     assert found[MEASURED] != norms[MEASURED]
+    for wrong in WRONG[mode]:
+        other = copy.copy(wrong)
+        assert not close(found, [other.step(norm) for norm in norms], 1e-9), wrong
     metrics = optimizer.metrics()
     assert metrics["outlier_share"] == rule.found / rule.steps
     assert metrics["outlier_threshold"] == pytest.approx(rule.threshold(), rel=1e-12)
@@ -93,6 +97,14 @@ def test_equals_the_rule(backend: str, groups: list[Options], mode: Any) -> None
     if mode == "skip":
         assert found[45:56] == [0.0] * 10 + found[55:56]
         assert found[55] > 0
+
+
+def test_equals_zclip() -> None:
+    params, norms = float64_params(), [norm or 1.0 for norm in norms_for("clip")]
+    optimizer = fused(params, ONE_BUCKET, outliers="clip", outlier_sigma=2.5, lr=1e-6)
+    zclip, found = ZClip(2.5), taken_norms(optimizer, params, norms)
+    assert close(found, [zclip.step(norm) for norm in norms], 1e-4)  # it has no least deviation
+    assert sum(norm - clipped > 1e-3 for norm, clipped in zip(norms, found, strict=True)) >= 5
 
 
 def test_norms_that_differ_by_rounding_do_not_stand_out() -> None:
@@ -165,6 +177,33 @@ def test_a_step_in_parts_is_decided_once(backend: str, mode: Any) -> None:
 # --- What is carried
 
 
+def loaded(params: Params, optimizer: FusedAdamS) -> tuple[Params, FusedAdamS]:
+    twins = copy.deepcopy(params)
+    fresh = FusedAdamS(twins, lr=0.0, outliers="skip", backend=optimizer.backend)
+    run(twins, [of_norm(7.0)], fresh)  # numbers of its own, which are lost
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return twins, fresh
+
+
+AGAIN = [loaded, lambda *both: copy.deepcopy(both), lambda *both: pickle.loads(pickle.dumps(both))]
+
+
+@pytest.mark.parametrize("again", AGAIN, ids=["state dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("half", [12, 50])
+def test_resumed_to_the_bit(backend: str, again: Callable[[Params, FusedAdamS], Any], half: int) -> None:
+    """Within the steps that only measure, and within a row of skips."""
+    params, grads = float64_params(), [of_norm(norm) for norm in norms_for("skip")]
+    optimizer = FusedAdamS(params, outliers="skip", backend=backend)  # type: ignore[arg-type]
+    run(params, grads[:half], optimizer)
+    others, resumed = again(params, optimizer)
+    numbers = resumed.param_groups[0][KEY]
+    run(params, grads[half:], optimizer)
+    run(others, grads[half:], resumed)
+    assert all(map(torch.equal, everything(optimizer, params), everything(resumed, others)))
+    assert torch.equal(optimizer.param_groups[0][KEY], numbers)
+    assert resumed.param_groups[0][KEY] is numbers, "in place, as a CUDA graph needs it"
+
+
 @pytest.mark.parametrize("foreign", [FusedAdamW, torch.optim.AdamW])
 def test_a_state_dict_without_numbers_starts_anew(foreign: type[torch.optim.Optimizer]) -> None:
     params = float64_params()
@@ -203,3 +242,28 @@ def test_set_later(backend: str) -> None:
     assert close(taken_norms(optimizer, params, norms), [rule.step(norm) for norm in norms])
     optimizer.outliers = None
     assert taken_norms(optimizer, params, [50.0]) == pytest.approx([50.0])
+
+
+PRECISIONS: list[tuple[torch.dtype, Options]] = [
+    (torch.float32, {"state_dtype": "8bit", "cautious_decay": True, "decay": "decoupled"}),
+    (torch.bfloat16, {"master_weights": True, "ema_decay": 0.9}),
+    (torch.float32, {"amsgrad": True, "decay": "l2", "max_grad_norm": 2.0}),
+]
+
+
+@pytest.mark.usefixtures("_codes_of_small_tensors")
+@pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
+def test_a_skipped_step_changes_nothing(
+    backend: str, dtype: torch.dtype, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outliers, "MEASURED_STEPS", 3)
+    params = random_params([(300,), (3, 40)], dtype)
+    optimizer = FusedAdamS(params, outliers="skip", backend=backend, **options)
+    grads = [[torch.ones_like(param) for param in params] for _ in range(4)]
+    run(params, grads, optimizer)
+    before = everything(optimizer, params)
+    run(params, [[grad * 90 for grad in grads[0]]], optimizer)
+    assert int(optimizer.skipped_steps) == 1
+    assert all(map(torch.equal, before, everything(optimizer, params)))
+    run(params, grads[:1], optimizer)
+    assert not torch.equal(params[0], before[0])
