@@ -49,7 +49,7 @@ def train(data: Tensors, kind: str, contender: str, seed: int, steps: int) -> tu
     optimizer = FusedAdamW(model.parameters(), lr=LR, outliers=CONTENDERS.get(contender))
     losses, found, before = [], [], 0.0
     for step, (images, labels) in zip(range(steps), batches(data, seed), strict=False):
-        logits = model.layers(images)
+        logits = model(images)
         losses.append(float(F.cross_entropy(logits.detach(), labels)))
         is_bad = step in bad_steps(steps)
         if is_bad and kind == "labels":

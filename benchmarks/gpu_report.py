@@ -65,12 +65,15 @@ class Outcome:
     seconds: float = 0.0
 
     @property
-    def is_one_line(self) -> bool:
-        return self.text.count("\n") == 0 and not self.noise
+    def details(self) -> str:
+        """Returns what does not fit into the table's cell."""
+        printed = f"It printed:\n\n```text\n{self.noise}\n```" if self.noise else ""
+        is_said = not (self.problem or self.noise or "\n" in self.text)
+        return "" if is_said else "\n\n".join(filter(None, [f"## {self.title}", self.text, printed]))
 
     @property
     def said(self) -> str:
-        return f"**problem**: {self.problem}" if self.problem else self.text if self.is_one_line and self.text else "ok"
+        return f"**problem**: {self.problem}" if self.problem else "ok" if self.details else self.text or "ok"
 
 
 def outcome_of(section: Section, limit: float) -> Outcome:
@@ -82,8 +85,7 @@ def outcome_of(section: Section, limit: float) -> Outcome:
     start = perf_counter()
     with tempfile.TemporaryFile("w+") as text, tempfile.TemporaryFile("w+") as noise:
         # In a session of its own, so that compilers which it has started can be ended with it.
-        command = [sys.executable, "-c", code]
-        process = subprocess.Popen(command, stdout=text, stderr=noise, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=text, stderr=noise, start_new_session=True)
         try:
             ended = process.wait(limit + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -116,19 +118,14 @@ def report_of(outcomes: Sequence[Outcome], is_quick: bool, missing: Sequence[str
     parts = ["# GPU report of swd_fused"]
     if is_quick:
         parts.append("Run with --quick: tensors are so small that times say little, whatever their suites' names say.")
-    parts.append(
-        f"Each section ran in a process of its own. A mode takes {gpu_modes.STEPS} steps beside the torch backend on "
-        "the CPU; the largest difference of parameters, state and logged values counts."
-    )
     rows = [[outcome.title, outcome.said, f"{outcome.seconds:.0f}"] for outcome in outcomes]
-    parts.append(
-        markdown_table(["section", "outcome", "seconds"], [*rows, *([title, "not run", ""] for title in missing)])
-    )
-    for outcome in outcomes:
-        printed = f"It printed:\n\n```text\n{outcome.noise}\n```" if outcome.noise else ""
-        if outcome.problem or not outcome.is_one_line:
-            parts += filter(None, [f"## {outcome.title}", outcome.text, printed])
-    return "\n\n".join(parts) + "\n"
+    rows += [[title, "not run", ""] for title in missing]
+    parts += [
+        f"Each section ran in a process of its own. A mode takes {gpu_modes.STEPS} steps beside the torch backend on "
+        "the CPU; the largest difference of parameters, state and logged values counts.",
+        markdown_table(["section", "outcome", "seconds"], rows),
+    ]
+    return "\n\n".join([*parts, *filter(None, (outcome.details for outcome in outcomes))]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +18,7 @@ from benchmarks.conditions import read_rows, write_rows
 from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, speeds, taking_part
 from benchmarks.step_times.harness import Case, Row, measure, milliseconds
 from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
-from swd_fused.__main__ import devices, version_of, versions
+from swd_fused.__main__ import versions_and_devices
 
 T = TypeVar("T")
 
@@ -33,11 +34,12 @@ def say(text: str) -> None:
 
 
 def environment() -> None:
-    peers = ", ".join(f"{package} {version_of(package)}" for package in PEERS)
+    installed = [each for package in PEERS for each in distributions(name=package)]
+    peers = ", ".join(f"{each.name} {each.version}" for each in installed) or "none"
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     driver = f"driver    {gpu.driver_version()}"
-    lines = [versions(), f"commit    {commit()}", devices(), driver, memory, f"peers     {peers}"]
+    lines = [*versions_and_devices(), f"commit    {commit()}", driver, memory, f"peers     {peers}"]
     if torch.cuda.get_device_name().startswith(VIRTUAL):
         say(
             "**This is the virtual GPU of tests/virtual_gpu: nothing ran on hardware, and no time or rate means "
@@ -68,8 +70,7 @@ def step_times(name: str, is_quick: bool, out: str) -> None:
     among = [c for c in (*GPU_CONTENDERS.values(), *gpu_peers()) if c.backend not in ("torch", "loop")]
     contenders, errors = usable(taking_part(among, suite.shapes))
     case = step_time.case_of(name, suite, contenders, "cuda")
-    rows = measure(case)
-    add_rows(Path(out, "step_time.csv"), rows)
+    rows = kept(Path(out, "step_time.csv"), case)
     say(
         f"{suite.elements:,} elements in {len(suite.shapes):,} tensors of float32, {suite.repeats} repeats. All take "
         "turns; the ratio of medians is to AdamW fused, with torch's functions for clipping and averages where these "
@@ -122,9 +123,7 @@ def peak(is_quick: bool, out: str) -> None:
         "first row. Bytes for each element are those that docs/notes/gpu.md has, counted in an emulator."
     )
     if case.contenders:
-        rows = measure(case)
-        add_rows(Path(out, "modes.csv"), rows)
-        say(times_table(rows))
+        say(times_table(kept(Path(out, "modes.csv"), case)))
     report_errors(errors)
 
 
@@ -166,22 +165,20 @@ def report_errors(errors: Mapping[str, Exception]) -> None:
         raise RuntimeError(f"these raise: {', '.join(errors)}")
 
 
-def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def kept(path: Path, case: Case) -> list[Row]:
+    """Measures a case and adds its rows to a file."""
+    rows = measure(case)
     write_rows(path, [*(read_rows(path) if path.exists() else []), *rows])
+    return rows
 
 
 def times_table(rows: Sequence[Row]) -> str:
-    cells = [
-        [
-            row["contender"],
-            milliseconds(row["median_s"]),
-            f"{milliseconds(row['q1_s'])} - {milliseconds(row['q3_s'])}",
-            f"{row['ratio']:.2f}",
-            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
-            "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        middle, q1, q3 = (milliseconds(row[key]) for key in ("median_s", "q1_s", "q3_s"))
+        speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}"
+        share = "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}"
+        cells.append([row["contender"], middle, f"{q1} - {q3}", f"{row['ratio']:.2f}", speed, share])
     return markdown_table(["", "device's median ms", "quartiles ms", "ratio", "GB/s", "of peak"], cells)
 
 

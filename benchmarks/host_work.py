@@ -67,9 +67,8 @@ def case_of(suite: Suite, gradients: str) -> Case:
         "many-small",
         suite,
         COMPARED,
-        peers={
-            contender.name: PEER for contender in COMPARED
-        },  # clipping is compared with AdamW's step alone: it would launch more
+        # Clipping is compared with AdamW's step alone: it would launch more.
+        peers={contender.name: PEER for contender in COMPARED},
         title=f"{len(params):,} tensors, gradients {gradients}",
         work=lambda: params,
         timer=partial(timed, clock=thread_time),

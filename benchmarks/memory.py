@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -35,6 +35,7 @@ ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 MASTERS: dict[str, Any] = {"master_weights": True}
 HALF_MOMENT: dict[str, Any] = {"state_dtype": BF16}
 CODED: dict[str, Any] = {"state_dtype": "8bit"}
+RELEASED: dict[str, Any] = {"released": True, "schedule": "lagged"}
 
 # --- After a step
 
@@ -101,14 +102,11 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), fused=True)
 
 
-def adams(**options: Any) -> Build:
-    return lambda model: FusedAdamS(model.parameters(), weight_decay=1e-5, **options)
-
-
-def released(**options: Any) -> Build:
+def adams(released: bool = False, **options: Any) -> Build:
     def build(model: nn.Module) -> Optimizer:
-        optimizer = FusedAdamS(model.parameters(), weight_decay=1e-5, schedule="lagged", **options)
-        optimizer.release_gradients()
+        optimizer = FusedAdamS(model.parameters(), weight_decay=1e-5, **options)
+        if released:
+            optimizer.release_gradients()
         return optimizer
 
     return build
@@ -128,19 +126,19 @@ def flashoptim(model: nn.Module) -> Optimizer:
 SETTINGS: dict[str, Build] = {
     "float32: AdamW fused": adamw,
     "float32: FusedAdamS exact": adams(),
-    "float32: FusedAdamS lagged, gradients released": released(),
+    "float32: FusedAdamS lagged, gradients released": adams(**RELEASED),
     "float32: FusedAdamS exact, 8bit": adams(**CODED),
-    "float32: FusedAdamS lagged, 8bit, gradients released": released(**CODED),
+    "float32: FusedAdamS lagged, 8bit, gradients released": adams(**RELEASED, **CODED),
     "float32: torchao AdamW8bit": peer_of("torchao.optim"),
     "float32: bitsandbytes AdamW8bit": peer_of("bitsandbytes.optim"),
     "bfloat16: AdamW fused, all in bfloat16": adamw,
     "bfloat16: FusedAdamS exact, master weights": adams(**MASTERS),
     "bfloat16: FusedAdamS exact, stochastic rounding": adams(**ROUNDED),
-    "bfloat16: FusedAdamS lagged, stochastic rounding, gradients released": released(**ROUNDED),
+    "bfloat16: FusedAdamS lagged, stochastic rounding, gradients released": adams(**RELEASED, **ROUNDED),
     "bfloat16: FusedAdamS exact, stochastic rounding, 8bit": adams(**ROUNDED, **CODED),
-    "bfloat16: FusedAdamS lagged, stochastic rounding, 8bit, gradients released": released(**ROUNDED, **CODED),
+    "bfloat16: FusedAdamS lagged, stochastic rounding, 8bit, gradients released": adams(**RELEASED, **ROUNDED, **CODED),
     # FlashOptim's choice of precision, but for 24 bits of its masters: its own kernels need a GPU.
-    "bfloat16: FusedAdamS lagged, master weights, 8bit, gradients released": released(**MASTERS, **CODED),
+    "bfloat16: FusedAdamS lagged, master weights, 8bit, gradients released": adams(**RELEASED, **MASTERS, **CODED),
     "bfloat16: torchao AdamW8bit, stochastic rounding": peer_of("torchao.optim", bf16_stochastic_round=True),
     "bfloat16: bitsandbytes AdamW8bit": peer_of("bitsandbytes.optim"),
     "bfloat16: FlashAdamW, gradients released": flashoptim,
@@ -149,21 +147,15 @@ SETTINGS: dict[str, Build] = {
 
 def measured_apart(setting: str) -> Row | str:
     """Measures in a fresh process. Returns why where that cannot be done."""
-    call = f"from benchmarks import memory; memory.print_measured({setting!r})"
-    environment = {**os.environ, **MALLOC}
-    ran = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        return (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
-    row: Row = json.loads(ran.stdout.splitlines()[-1])
-    return row
-
-
-def print_measured(setting: str) -> None:
-    torch.set_num_threads(THREADS)
-    print(json.dumps(measured_here(setting)))
+    with patch.dict(os.environ, MALLOC), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(measured_here, setting).result()
+        except Exception as error:  # of any package, or of a process that was killed
+            return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def measured_here(setting: str) -> Row:
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = SmallGPT(**SIZE).to(BF16 if setting.startswith("bfloat16") else FP32)

@@ -6,8 +6,8 @@ with a GradScaler. DeepSpeedCPUAdam takes part where it is installed and builds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,29 +33,24 @@ REPEATS = 15
 SUITE = "gpt2-124m"
 DEEPSPEED = "DeepSpeedCPUAdam"
 
-Build = Callable[[Params], Step]
+Makes = Mapping[str, Make]
 
 
-def plain(make: Make) -> Build:
-    return lambda params: make(params).step
+class Stepping(NamedTuple):
+    """What has a step, as optimizers do."""
+
+    step: Step
 
 
-def adams(**options: Any) -> Build:
-    return plain(fused_adams(**options))
+def clipped(make: Make) -> Make:
+    contender = Contender("", "", None, "", make, clips_before=True)
+    return lambda params: Stepping(contender.build(params))
 
 
-def fused(**options: Any) -> Build:
-    return plain(fused_adamw(**options))
-
-
-def clipped(make: Make) -> Build:
-    return Contender("", "", None, "", make, clips_before=True).build
-
-
-def with_masters(make: Make) -> Build:
+def with_masters(make: Make) -> Make:
     """Wraps an optimizer without masters of its own: gradients are widened before it, parameters narrowed after."""
 
-    def build(params: Params) -> Step:
+    def made(params: Params) -> Stepping:
         masters = [torch.nn.Parameter(param.detach().float()) for param in params]
         for master in masters:
             master.grad = torch.empty_like(master)
@@ -68,13 +63,13 @@ def with_masters(make: Make) -> Build:
             with torch.no_grad():
                 torch._foreach_copy_(list(params), masters)
 
-        return copy_step_copy
+        return Stepping(copy_step_copy)
 
-    return build
+    return made
 
 
-def scaled(make: Make) -> Build:
-    def build(params: Params) -> Step:
+def scaled(make: Make) -> Make:
+    def made(params: Params) -> Stepping:
         optimizer: Optimizer = make(params)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
         scaler.scale(torch.zeros(()))  # makes the scale
@@ -83,51 +78,53 @@ def scaled(make: Make) -> Build:
             scaler.step(optimizer)
             scaler.update()
 
-        return step
+        return Stepping(step)
 
-    return build
+    return made
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ADAMS, ADAMW, LAGGED = "FusedAdamS exact", "FusedAdamW", "FusedAdamS lagged"
-CORRECTED: dict[str, Any] = {"corrected_decay": True}
-CAUTIOUS: dict[str, Any] = {"cautious_decay": True}
+CORRECTED, CAUTIOUS = f"{ADAMW}, corrected (AdamC)", f"{ADAMW}, cautious"
 CLIPPED: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
 MASTERS: dict[str, Any] = {"master_weights": True}
 
 # The dtype of parameters and gradients by setting, and the contenders, torch's best first.
-SETTINGS: dict[str, tuple[torch.dtype, dict[str, Build]]] = {
-    "float32": (FP32, {PEER: plain(adamw), ADAMS: adams(), LAGGED: adams(schedule="lagged"), ADAMW: fused()}),
+SETTINGS: dict[str, tuple[torch.dtype, Makes]] = {
+    "float32": (
+        FP32,
+        {PEER: adamw, ADAMS: fused_adams(), LAGGED: fused_adams(schedule="lagged"), ADAMW: fused_adamw()},
+    ),
     "kinds of decay, float32": (
         FP32,
         {
-            ADAMS: adams(),
-            f"{ADAMS}, corrected": adams(**CORRECTED),
-            f"{ADAMS}, cautious": adams(**CAUTIOUS),
-            ADAMW: fused(),
-            f"{ADAMW}, corrected (AdamC)": fused(**CORRECTED),
-            f"{ADAMW}, cautious": fused(**CAUTIOUS),
-            "FusedAdamS independent": adams(decay="independent"),
+            ADAMS: fused_adams(),
+            f"{ADAMS}, corrected": fused_adams(corrected_decay=True),
+            f"{ADAMS}, cautious": fused_adams(cautious_decay=True),
+            ADAMW: fused_adamw(),
+            CORRECTED: fused_adamw(corrected_decay=True),
+            CAUTIOUS: fused_adamw(cautious_decay=True),
+            "FusedAdamS independent": fused_adams(decay="independent"),
         },
     ),
     "float32 with clipping": (
         FP32,
-        {CLIPPED_PEER: clipped(adamw), ADAMS: adams(**CLIPPED), ADAMW: fused(**CLIPPED)},
+        {CLIPPED_PEER: clipped(adamw), ADAMS: fused_adams(**CLIPPED), ADAMW: fused_adamw(**CLIPPED)},
     ),
     "bfloat16 with masters": (
         BF16,
         {
             f"{PEER} on float32 copies": with_masters(adamw),
-            ADAMS: adams(**MASTERS),
-            LAGGED: adams(**MASTERS, schedule="lagged"),
+            ADAMS: fused_adams(**MASTERS),
+            LAGGED: fused_adams(**MASTERS, schedule="lagged"),
         },
     ),
     "float16 with GradScaler": (FP16, {PEER: scaled(adamw), ADAMS: scaled(fused_adams())}),
 }
-AMONG_KINDS = dict.fromkeys((f"{ADAMW}, corrected (AdamC)", f"{ADAMW}, cautious"), ADAMW)
+AMONG_KINDS = {CORRECTED: ADAMW, CAUTIOUS: ADAMW}
 
 
-def deepspeed_contenders() -> Mapping[str, dict[str, Build]] | str:
+def deepspeed_contenders() -> Mapping[str, Makes] | str:
     """Returns DeepSpeed's by setting, or why there are none. Building it takes more than a minute, once."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -137,31 +134,29 @@ def deepspeed_contenders() -> Mapping[str, dict[str, Build]] | str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
     def make(params: Params) -> Optimizer:
-        optimizer: Optimizer = DeepSpeedCPUAdam(list(params), adamw_mode=True)
-        return optimizer
+        return DeepSpeedCPUAdam(list(params), adamw_mode=True)  # type: ignore[no-any-return]
 
     return {
-        "float32": {DEEPSPEED: plain(make)},
+        "float32": {DEEPSPEED: make},
         "float32 with clipping": {f"{DEEPSPEED} + clip_grad_norm_": clipped(make)},
         "bfloat16 with masters": {f"{DEEPSPEED} on float32 copies": with_masters(make)},
     }
 
 
-def case_of(setting: str, is_quick: bool, more: Mapping[str, Build]) -> Case:
-    dtype, builds = SETTINGS[setting]
+def case_of(setting: str, is_quick: bool, more: Makes) -> Case:
+    dtype, makes = SETTINGS[setting]
     suite = (QUICK_SUITES if is_quick else SUITES)[SUITE]
     scale = SCALE if "GradScaler" in setting else 1.0
 
-    def converted() -> list[Tensor]:
-        params = []
+    def converted() -> Iterator[Tensor]:
         for wide in parameters(suite.shapes):
             assert wide.grad is not None
-            params.append(torch.nn.Parameter(wide.detach().to(dtype)))
-            params[-1].grad = wide.grad.mul_(scale).to(dtype)
-        return list(params)
+            param = torch.nn.Parameter(wide.detach().to(dtype))
+            param.grad = wide.grad.mul_(scale).to(dtype)
+            yield param
 
     # Each has parameters of its own: masters follow those that others write to, which takes longer than a step.
-    own = {name: (lambda _, build=build: build(converted())) for name, build in {**builds, **more}.items()}
+    own = {name: (lambda _, make=make: make(list(converted())).step) for name, make in {**makes, **more}.items()}
     columns = {"setting": setting, "suite": SUITE}
     return Case(f"{setting}, {SUITE}", columns, own, REPEATS, peers=AMONG_KINDS if "kinds" in setting else {})
 

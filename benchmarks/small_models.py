@@ -6,6 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from benchmarks.paper.models.resnet import BasicBlock, ResNet
+
+CLASSES = 10  # of images
+
 
 class GPTBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -55,45 +59,20 @@ class SmallGPT(nn.Module):
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class ResNetBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.residual = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+class SmallResNet(ResNet):
+    """For images of CIFAR's size, 32 x 32. Its shortcuts have no norms."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.shortcut(x) + self.residual(x))
-
-
-class SmallResNet(nn.Module):
-    """For images of CIFAR's size, 32 x 32. Three stages, each with half the resolution of the one before."""
-
-    def __init__(self, classes: int = 10, width: int = 32, blocks: int = 3) -> None:
-        super().__init__()
-        self.classes = classes
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        inputs = width
-        for stage in range(3):
-            for block in range(blocks):
-                outputs = width * 2**stage
-                layers.append(ResNetBlock(inputs, outputs, stride=2 if stage and block == 0 else 1))
-                inputs = outputs
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
-        self.layers = nn.Sequential(*layers)
+    def __init__(self, width: int = 32, blocks: int = 3) -> None:
+        super().__init__(3, CLASSES, (width, 2 * width, 4 * width), (blocks,) * 3)
+        for block in self:
+            if isinstance(block, BasicBlock) and isinstance(block.shortcut, nn.Sequential):
+                block.shortcut = block.shortcut[0]
 
     def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Noise, with random labels."""
-        return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(
-            self.classes, (size,), generator=generator
-        )
+        images = torch.randn(size, 3, 32, 32, generator=generator)
+        return images, torch.randint(CLASSES, (size,), generator=generator)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
-        return F.cross_entropy(self.layers(images), labels)
+        return F.cross_entropy(self(images), labels)

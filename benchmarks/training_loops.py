@@ -7,6 +7,7 @@ backward take as long for all: their difference would be smaller than their nois
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -64,13 +65,8 @@ def large_gpt() -> tuple[nn.Module, Loss]:
 
 MODELS = {"MLP": mlp, "CNN": cnn, "ResNet": resnet, "GPT": gpt, "large GPT": large_gpt}
 OURS = ("exact", "lagged", "exact + clip", "exact + clip + outliers")
-NAMES = (
-    PEER,
-    CLIPPED_PEER,
-    AVERAGED_PEER,
-    "FusedAdamW + clip + average (cpu)",
-    *(f"FusedAdamS {own} (cpu)" for own in OURS),
-)
+PEERS = (PEER, CLIPPED_PEER, AVERAGED_PEER, "FusedAdamW + clip + average (cpu)")
+COMPARED = [CONTENDERS[name] for name in (*PEERS, *(f"FusedAdamS {own} (cpu)" for own in OURS))]
 
 
 class Loop:
@@ -103,17 +99,13 @@ class Loop:
         return before - start, end - before
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str, among: Sequence[Contender] = COMPARED) -> Case:
     forward_backward: list[float] = []
-    among = [CONTENDERS[each] for each in NAMES]
     peers = {contender.name: contender.peer for contender in among}
 
-    def loop(contender: Contender) -> Callable[[None], Step]:
-        def build(_: None) -> Step:
-            torch.manual_seed(0)
-            return Loop(contender, MODELS[name](), forward_backward).turn
-
-        return build
+    def loop(contender: Contender, _: None) -> Step:
+        torch.manual_seed(0)
+        return Loop(contender, MODELS[name](), forward_backward).turn
 
     def whole_step(contender: str, times: Times) -> Row:
         rest = median(forward_backward[-sum(map(len, times.values())) :])  # without those that warmed up
@@ -121,18 +113,10 @@ def case_of(name: str) -> Case:
         return {"forward_backward_s": rest, "whole_ratio": (rest + own) / (rest + peer)}
 
     parameters = sum(param.numel() for param in MODELS[name]()[0].parameters())
-    columns = {"model": name, "parameters": parameters}
-    builds = {contender.name: loop(contender) for contender in among}
-    return Case(
-        f"{name}, {parameters:,}",
-        columns,
-        builds,
-        REPEATS,
-        peers=peers,
-        budget=BUDGET,
-        timer=lambda turn: turn(),
-        more=whole_step,
-    )
+    title, columns = f"{name}, {parameters:,}", {"model": name, "parameters": parameters}
+    builds = {contender.name: partial(loop, contender) for contender in among}
+    measured: Row = {"timer": lambda turn: turn(), "more": whole_step}
+    return Case(title, columns, builds, REPEATS, peers=peers, budget=BUDGET, **measured)
 
 
 def cell(row: Row) -> str:

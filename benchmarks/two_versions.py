@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
+from rich.table import Table
 
 import swd_fused
+from benchmarks import training_loops
 from benchmarks.step_times.contenders import MAX_GRAD_NORM, SCHEDULED_WEIGHT_DECAY, Contender
-from benchmarks.step_times.harness import Case, Step, carry_out, command, crossed
-from benchmarks.training_loops import BUDGET, MODELS, QUICK, REPEATS, Loop
+from benchmarks.step_times.harness import Case, Row, carry_out, command, crossed
+from benchmarks.training_loops import MODELS, QUICK
 
 ROOT = Path(__file__).parents[1]
 OPTIONS: dict[str, dict[str, Any]] = {"exact": {}, "clip": {"max_grad_norm": MAX_GRAD_NORM}}
@@ -45,19 +47,14 @@ def older_version(commit: str) -> ModuleType:
 
 
 def case_of(model: str, versions: dict[str, ModuleType], option: str) -> Case:
-    def loop(package: ModuleType) -> Callable[[None], Step]:
-        def make(params: Any) -> Any:
-            return package.FusedAdamS(params, weight_decay=SCHEDULED_WEIGHT_DECAY, **OPTIONS[option])
+    peer = next(iter(versions))
 
-        def build(_: None) -> Step:
-            torch.manual_seed(0)
-            return Loop(Contender("", "cpu", None, "", make), MODELS[model](), []).turn
+    def contender(name: str) -> Contender:
+        options = {"weight_decay": SCHEDULED_WEIGHT_DECAY, **OPTIONS[option]}
+        return Contender(name, "cpu", None, peer, lambda params: versions[name].FusedAdamS(params, **options))
 
-        return build
-
-    contenders = {name: loop(package) for name, package in versions.items()}
-    columns = {"model": model, "option": option}
-    return Case(f"{model}, {option}", columns, contenders, REPEATS, budget=BUDGET, timer=lambda turn: turn())
+    case = training_loops.case_of(model, [contender(name) for name in versions])
+    return replace(case, title=f"{model}, {option}", columns={**case.columns, "option": option})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,17 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     versions = {options.commit: older_version(options.commit), "this one": swd_fused}
     cases = [case_of(model, versions, each) for model in (QUICK if options.quick else MODELS) for each in OPTIONS]
     title = f"Time of a step, relative to that of {options.commit}, {options.threads} threads"
-    carry_out(
-        options,
-        cases,
-        lambda rows: crossed(
-            [row for row in rows if row["contender"] != row["peer"]],
-            title,
-            lambda row: row["model"],
-            lambda row: row["option"],
-            lambda row: f"{row['ratio']:.3f}",
-        ),
-    )
+
+    def summary(rows: Sequence[Row]) -> Table:
+        own = [row for row in rows if row["contender"] != row["peer"]]
+        return crossed(own, title, "model", "option", lambda row: f"{row['ratio']:.3f}")
+
+    carry_out(options, cases, summary)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,8 @@ class AdamS:
             decay_factor = np.where(group.cautious_decay & moves_from_zero, wide(1.0), 1 - wide(shrink))
             before, self.params[i] = self.params[i], decay_factor * self.params[i] - group.lr * direction
             if group.ema_decay is not None:
-                self.ema_param[i] += (1 - self.ema_decay(group, self.steps[i])) * (
-                    self.averaged(i, before) - self.ema_param[i]
-                )
+                weight, average = 1 - self.ema_decay(group, self.steps[i]), self.ema_param[i]
+                self.ema_param[i] = average + weight * (self.averaged(i, before) - average)
 
     def norm(self, grads: list[Array | None]) -> Array:
         return np.sqrt(sum(((wide(g) ** 2).sum() for g in grads if g is not None), start=wide(0.0)))

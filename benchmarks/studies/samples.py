@@ -1,11 +1,11 @@
-"""Small data sets of several studies, and random batches of them."""
+"""scikit-learn's digits for several studies, with noise or without."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from benchmarks.paper.data.images import Batch, Tensors
+from benchmarks.paper.data.images import Tensors
 
 TRAIN_SIZE = 1347
 NOISE = 1.0
@@ -27,9 +27,3 @@ def digits() -> Tensors:
 
 def noisy(images: Tensor, generator: torch.Generator) -> Tensor:
     return images + NOISE * torch.randn(images.shape, generator=generator)
-
-
-def noisy_digits(data: Tensors, size: int, generator: torch.Generator) -> Batch:
-    """New noise in each batch, so that 1,347 images cannot be learnt by heart."""
-    chosen = torch.randint(len(data.train_labels), (size,), generator=generator)
-    return noisy(data.train_images[chosen], generator), data.train_labels[chosen]

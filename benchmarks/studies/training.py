@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 Point = dict[str, Any]
 
@@ -92,8 +92,3 @@ def train(lesson: Lesson) -> list[Point]:
             lesson.step(batch)
         points.append(lesson.point(len(points) + 1 == len(lesson.windows)))
     return points
-
-
-def lr_of_steps(optimizer: torch.optim.Optimizer, share: Callable[[int], float], steps: int) -> LRScheduler:
-    """Multiplies the largest learning rate by `share` of the step, which counts from 1."""
-    return LambdaLR(optimizer, lambda done: share(min(done + 1, steps)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swd_fused import FusedAdamS
@@ -15,26 +15,23 @@ NO_DECAY, ADAMW, ADAMS, ADAMC = "no decay", "AdamW", "AdamS", "AdamC"
 
 @dataclass(frozen=True)
 class Contender:
-    """`exponent` is that of the learning rate in the gradient norm of scale-invariant layers at equilibrium.
-
-    There decay and updates balance, 2 shrink |p|^2 = lr^2 c, and the gradient goes as 1 / |p|. AdamW shrinks by
-    lr * decay, so |p| goes as lr^(1/2); AdamS by lr * decay / gradient, hence as lr * |p|, so |p|^3 goes as lr. The
-    correction, times lr / (largest lr), makes |p| constant in both. Cautious decay leaves out a share of the weights
-    that is assumed not to depend on lr.
-    """
+    """Decays as AdamW does, or as AdamS if `scheduled`."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    scheduled: bool = False
     corrected: bool = False
-    exponent: float | None = None
+    cautious: bool = False
 
     @property
-    def scheduled(self) -> bool:
-        return "decay" not in self.options
+    def exponent(self) -> float:
+        """Returns that of the learning rate in the gradient norm of scale-invariant layers at equilibrium.
 
-    @property
-    def cautious(self) -> bool:
-        return "cautious_decay" in self.options
+        There decay and updates balance, 2 shrink |p|^2 = lr^2 c, and the gradient goes as 1 / |p|. AdamW shrinks by
+        lr * decay, so |p| goes as lr^(1/2); AdamS by lr * decay / gradient, hence as lr * |p|, so |p|^3 goes as lr. The
+        correction, times lr / (largest lr), makes |p| constant in both. Cautious decay leaves out a share of the
+        weights that is assumed not to depend on lr.
+        """
+        return 0.0 if self.corrected else -1 / 3 if self.scheduled else -1 / 2
 
     def build(
         self, groups: Sequence[Group], lr: float, decay: float, betas: tuple[float, float], calibration_steps: int
@@ -43,24 +40,23 @@ class Contender:
 
         `groups` are as `param_groups(corrected_decay=True)` makes them.
         """
-        calibration = {"adamw_weight_decay": decay, "calibration_steps": calibration_steps} if self.scheduled else {}
-        own = [self._own(group, decay) for group in groups]
-        return FusedAdamS(own, lr=lr, betas=betas, **self.options, **calibration)
+        own = []
+        for group in groups:
+            corrected = self.corrected and group.get("corrected_decay", False)
+            own.append({**group, "weight_decay": decay * (group["weight_decay"] > 0), "corrected_decay": corrected})
+        calibration = {"adamw_weight_decay": decay, "calibration_steps": calibration_steps}
+        options: dict[str, Any] = calibration if self.scheduled else {"decay": "decoupled"}
+        return FusedAdamS(own, lr=lr, betas=betas, cautious_decay=self.cautious, **options)
 
-    def _own(self, group: Group, decay: float) -> Group:
-        corrected = self.corrected and group.get("corrected_decay", False)
-        return {**group, "weight_decay": decay if group["weight_decay"] > 0 else 0.0, "corrected_decay": corrected}
 
-
-DECOUPLED, CAUTIOUS = {"decay": "decoupled"}, {"cautious_decay": True}
 CONTENDERS = (
-    Contender(NO_DECAY, DECOUPLED),
-    Contender(ADAMW, DECOUPLED, exponent=-1 / 2),
-    Contender(ADAMS, exponent=-1 / 3),
-    Contender(ADAMC, DECOUPLED, corrected=True, exponent=0.0),
-    Contender("corrected AdamS", corrected=True, exponent=0.0),
-    Contender("cautious AdamW", {**DECOUPLED, **CAUTIOUS}, exponent=-1 / 2),
-    Contender("cautious AdamS", CAUTIOUS, exponent=-1 / 3),
+    Contender(NO_DECAY),
+    Contender(ADAMW),
+    Contender(ADAMS, scheduled=True),
+    Contender(ADAMC, corrected=True),
+    Contender("corrected AdamS", scheduled=True, corrected=True),
+    Contender("cautious AdamW", cautious=True),
+    Contender("cautious AdamS", scheduled=True, cautious=True),
 )
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 DECAYING = CONTENDERS[1:]

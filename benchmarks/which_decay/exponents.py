@@ -13,8 +13,7 @@ from benchmarks.studies.intervals import Interval, t_interval
 from benchmarks.studies.rows import Row, chosen, grouped
 from benchmarks.studies.runner import Record
 from benchmarks.which_decay.contenders import BY_NAME
-from benchmarks.which_decay.lr_schedules import Staircase
-from benchmarks.which_decay.parts import Run
+from benchmarks.which_decay.runs import Run, mean, rms
 
 # E-foldings of the squared weight norm before the part of a stage that is measured. What is left of the difference
 # between the start and the equilibrium is then 5% of it.
@@ -32,57 +31,50 @@ def stages(run: Run, record: Record) -> Iterator[Row]:
     walk as Adam makes it from noise.
     """
     schedule = run.schedule
-    assert isinstance(schedule, Staircase)
     for number, of_stage in groupby(record["points"], key=lambda point: schedule.stage(point["step"])):
         points = list(of_stage)
-        length = sum(point["steps"] for point in points)
+        length, lr = schedule.lengths[number], schedule.lrs[number]
         middle = points[-1]["step"] - length // 2
         measured = [point for point in points if point["step"] > middle]
         # Cautious decay takes about half of what it is given.
         share = 0.5 if BY_NAME[run.contender].cautious else 1.0
         e_foldings = 2 * share * sum(point["summed_decay"] for point in points if point["step"] <= middle)
         shrink = sum(point["summed_decay"] for point in measured) / sum(point["steps"] for point in measured)
-        lr, weight_norm = schedule.lrs[number], rms(measured, "normed_weight_norm")
-        grad_norm = rms(measured, "normed_grad_norm")
+        grad_norm, weight_norm = rms(measured, "normed_grad_norm"), rms(measured, "normed_weight_norm")
         yield {
-            "task": run.task,
-            "contender": run.contender,
-            "decay": run.decay,
-            "seed": run.seed,
+            **run.columns,
             "stage": number,
             "lr": lr,
             "length": length,
             "e_foldings": e_foldings,
             "settled": e_foldings >= SETTLED,
-            "grad_norm": rms([{**p, "grad_norm": math.sqrt(p["squared_grad_norm"])} for p in measured], "grad_norm"),
+            "grad_norm": math.sqrt(mean(measured, "squared_grad_norm")),
             "normed_grad_norm": grad_norm,
             "normed_weight_norm": weight_norm,
             "unit_grad_norm": grad_norm * weight_norm,
             "shrink": shrink,  # in a step
             "balance": 2 * shrink * weight_norm**2 / (lr**2 * record["normed_parameters"]),
-            "train_loss": sum(p["steps"] * p["train_loss"] for p in measured) / sum(p["steps"] for p in measured),
+            "train_loss": mean(measured, "train_loss"),
         }
-
-
-def rms(points: Sequence[Row], name: str) -> float:
-    return math.sqrt(sum(p["steps"] * p[name] ** 2 for p in points) / sum(p["steps"] for p in points))
-
-
-def slope(lrs: Sequence[float], norms: Sequence[float]) -> float:
-    """Returns the exponent of the power law that fits best, by least squares of logarithms."""
-    return float(np.polyfit(np.log(lrs), np.log(norms), 1)[0])
 
 
 def settled(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if str(row["settled"]) == "True"]
 
 
+def slopes(rows: Sequence[Row], quantity: str) -> list[float]:
+    """Returns the exponent of each seed's power law, by least squares of logarithms, of one contender's stages.
+
+    None are returned where too few stages have settled.
+    """
+    by_seed = [([row["lr"] for row in own], own) for own in grouped(settled(rows), ["seed"]).values()]
+    if any(len(set(lrs)) < FEWEST_LRS for lrs, _ in by_seed):
+        return []
+    return [float(np.polyfit(np.log(lrs), np.log([row[quantity] for row in own]), 1)[0]) for lrs, own in by_seed]
+
+
 def exponent(rows: Sequence[Row], quantity: str) -> Interval | None:
-    """Of a contender's stages: over seeds, each fitted by itself. None where too few stages have settled."""
-    by_seed = list(grouped(settled(rows), ["seed"]).values())
-    if not by_seed or min(len({row["lr"] for row in own}) for own in by_seed) < FEWEST_LRS:
-        return None
-    return t_interval([slope([row["lr"] for row in own], [row[quantity] for row in own]) for own in by_seed])
+    return t_interval(found) if (found := slopes(rows, quantity)) else None
 
 
 HEADINGS = (
@@ -100,17 +92,15 @@ def cells(rows: Sequence[Row]) -> Iterator[list[str]]:
         measured, kept = [exponent(own, quantity) for quantity in QUANTITIES], settled(own)
         at_lr = sorted(grouped(kept, ["lr"]).items(), reverse=True)
         balance = [fmean(row["balance"] for row in of_lr) for _, of_lr in at_lr]
-        first = {row["seed"]: row for row in chosen(kept, stage=0)}
-        back = [(row, first.get(row["seed"])) for row in kept if row["stage"] > 0]
-        pairs = [
-            (row["normed_grad_norm"], one["normed_grad_norm"]) for row, one in back if one and one["lr"] == row["lr"]
-        ]
+        first = {(row["seed"], row["lr"]): row["normed_grad_norm"] for row in chosen(kept, stage=0)}
+        later = [row for row in kept if row["stage"] > 0 and (row["seed"], row["lr"]) in first]
+        back = [row["normed_grad_norm"] / first[row["seed"], row["lr"]] for row in later]
         yield [
             name,
             f"{BY_NAME[name].exponent:+.2f}",
             *(f"{each.mean:+.2f} ± {each.high - each.mean:.2f}" if each else "not settled" for each in measured),
             str(len(grouped(kept, ["seed"]))),
             f"{balance[0]:.2f} to {balance[-1]:.2f}" if balance else "",
-            f"{fmean(now / then for now, then in pairs):.2f}" if pairs else "",
+            f"{fmean(back):.2f}" if back else "",
             str(len(own) - len(kept)),
         ]

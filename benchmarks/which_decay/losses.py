@@ -6,7 +6,6 @@ partly the lowest by luck. A decay that was fixed beforehand is judged by all se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -14,8 +13,8 @@ from statistics import fmean, stdev
 from benchmarks.studies.intervals import Interval, t_interval
 from benchmarks.studies.rows import Row, chosen
 from benchmarks.studies.runner import Record
-from benchmarks.which_decay.contenders import ADAMW, BY_NAME, CONTENDERS
-from benchmarks.which_decay.parts import Run
+from benchmarks.which_decay.contenders import ADAMW, BY_NAME, DECAYING
+from benchmarks.which_decay.runs import Run, rms
 
 END = 0.1  # the last share of steps, over which gradient norms at the end are taken
 FEWEST = 3  # seeds for an interval: with two it would be six times as wide as with three
@@ -30,27 +29,22 @@ def rows_of(run: Run, record: Record) -> Iterator[Row]:
     points, steps = record["points"], run.schedule.steps
     last = points[-1]
 
-    def rms(name: str, first: float, end: float) -> float:
-        within = [p for p in points if first * steps < p["step"] - p["steps"] / 2 <= end * steps] or [last]
-        return math.sqrt(sum(p["steps"] * p[name] ** 2 for p in within) / sum(p["steps"] for p in within))
+    def within(first: float, end: float) -> list[Row]:
+        return [p for p in points if first * steps < p["step"] - p["steps"] / 2 <= end * steps] or [last]
 
-    at_end = rms("normed_grad_norm", 1 - END, 1.0)
+    at_end = rms(within(1 - END, 1.0), "normed_grad_norm")
     yield {
-        "task": run.task,
-        "contender": run.contender,
-        "decay": run.decay,
-        "seed": run.seed,
+        **run.columns,
         "steps": steps,
         "lr": run.schedule.lr,
         "data": run.data,
         "parameters": record["parameters"],
         **{name: last[name] for name in ("validation_loss", "test_loss", "train_loss")},
         "shrink": sum(point["summed_decay"] for point in points),
-        "grad_norm": rms("grad_norm", 1 - END, 1.0),
+        "grad_norm": rms(within(1 - END, 1.0), "grad_norm"),
         "normed_grad_norm": at_end,
-        "growth": at_end / rms("normed_grad_norm", 0.4, 0.6),
-        "weight_norm": last["weight_norm"],
-        "normed_weight_norm": last["normed_weight_norm"],
+        "growth": at_end / rms(within(0.4, 0.6), "normed_grad_norm"),
+        **{name: last[name] for name in ("weight_norm", "normed_weight_norm")},
     }
 
 
@@ -66,6 +60,10 @@ class Finding:
     def mean(self, column: str) -> float:
         return fmean(row[column] for row in self.rows)
 
+    def spread(self, column: str) -> str:
+        values = [row[column] for row in self.rows]
+        return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
     def differences(self, column: str) -> list[float]:
         others = {row["seed"]: row[column] for row in self.adamw}
         return [row[column] - others[row["seed"]] for row in self.rows if row["seed"] in others]
@@ -73,7 +71,12 @@ class Finding:
     def interval(self, column: str) -> Interval | None:
         """95%, for all kinds together."""
         values = self.differences(column)
-        return t_interval(values, len(CONTENDERS) - 1) if len(values) >= FEWEST else None
+        return t_interval(values, len(DECAYING)) if len(values) >= FEWEST else None
+
+    def difference(self, column: str) -> str:
+        if (interval := self.interval(column)) is not None:
+            return f"{interval.mean:+.3f} ± {interval.high - interval.mean:.3f}"
+        return ", ".join(f"{value:+.3f}" for value in self.differences(column))
 
 
 def findings(rows: Sequence[Row], task: str, at: float | None = None) -> list[Finding]:
@@ -102,21 +105,10 @@ def cells(found: Sequence[Finding]) -> Iterator[list[str]]:
         yield [
             each.contender,
             f"{each.decay:g}",
-            *(spread([row[column] for row in each.rows]) for column in LOSSES),
-            *("" if each.contender == ADAMW else difference(each, column) for column in LOSSES),
+            *(each.spread(column) for column in LOSSES),
+            *("" if each.contender == ADAMW else each.difference(column) for column in LOSSES),
             f"{each.mean('shrink'):.2f}",
             f"{each.mean('normed_grad_norm'):.3g} ({each.mean('grad_norm'):.3g})",
             f"{each.mean('growth'):.2f}",
             f"{each.mean('normed_weight_norm'):.1f}",
         ]
-
-
-def difference(finding: Finding, column: str) -> str:
-    interval = finding.interval(column)
-    if interval is not None:
-        return f"{interval.mean:+.3f} ± {interval.high - interval.mean:.3f}"
-    return ", ".join(f"{value:+.3f}" for value in finding.differences(column))
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

@@ -1,39 +1,17 @@
-"""The parts of the comparison: what is trained in each, for how long, and with how much decay."""
+"""The parts of the comparison: what is trained in each, for how long, with how much decay, and what that shows."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from benchmarks.studies.rows import Row, chosen
 from benchmarks.studies.runner import Results
+from benchmarks.which_decay import exponents, losses
 from benchmarks.which_decay.contenders import CONTENDERS, DECAYING, NO_DECAY, Contender
-from benchmarks.which_decay.lr_schedules import Cosine, LrSchedule, Staircase, stairs
+from benchmarks.which_decay.runs import LrSchedule, Run, cosine, stairs
 
-# Part of every run's name. Count it up when training changes, so that results of the old code are not taken for new.
-RECIPE = 2
-
-
-@dataclass(frozen=True)
-class Run:
-    task: str
-    data: str  # tells data from others
-    contender: str
-    decay: float  # in AdamW's terms
-    seed: int
-    schedule: LrSchedule
-    every: int  # steps in a window; one ends at the end of a stage, too
-
-    @property
-    def key(self) -> str:
-        """A name for its file: what people look for, and a digest of all it depends on."""
-        digest = hashlib.sha256(json.dumps([RECIPE, asdict(self)], sort_keys=True).encode()).hexdigest()[:12]
-        return f"{self.task}-{self.contender}-{self.decay:g}-{self.seed}-{digest}"
-
-    @property
-    def lengths(self) -> list[int]:
-        ends = sorted({*range(self.every, self.schedule.steps, self.every), *self.schedule.ends})
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+Shown = tuple[str, Sequence[str], list[list[str]]]  # a table's title, headings and cells
 
 
 @dataclass(frozen=True)
@@ -54,6 +32,7 @@ class Stairs:
     lengthening: tuple[int, int, int]
     seeds: int
     every: int
+    file, rows = "exponents", staticmethod(exponents.stages)
 
     def planned(self, data: str, results: Results) -> list[Run]:
         """Seeds last, so that an interrupted part has all contenders of the seeds it has begun with."""
@@ -63,10 +42,14 @@ class Stairs:
             for contender in DECAYING
         ]
 
-    def schedule_of(self, contender: Contender) -> Staircase:
+    def schedule_of(self, contender: Contender) -> LrSchedule:
         plain, corrected, cautious = self.lengthening
         lengthening = corrected if contender.corrected else cautious if contender.cautious else plain
         return stairs(self.lr, self.divisors, self.shortest, lengthening, power=2 if contender.corrected else 1)
+
+    def tables(self, rows: Sequence[Row]) -> Iterator[Shown]:
+        title = f"{self.name}: exponents of the learning rate, {self.task}, decay {self.decay:g}"
+        yield title, exponents.HEADINGS, list(exponents.cells(chosen(rows, task=self.task)))
 
 
 @dataclass(frozen=True)
@@ -79,39 +62,45 @@ class Grid:
 
     name: str
     task: str
-    schedule: Cosine
+    schedule: LrSchedule
     decays: tuple[float, ...]
     seeds: int
     every: int
-    too_much: float | None = None
+    too_much: tuple[float, ...] = ()
+    file, rows = "losses", staticmethod(losses.rows_of)
 
     def planned(self, data: str, results: Results) -> list[Run]:
         def run(contender: str, decay: float, seed: int) -> Run:
             return Run(self.task, data, contender, decay, seed, self.schedule, self.every)
 
         grid = [run(c.name, decay, 0) for decay in self.decays for c in DECAYING] + [run(NO_DECAY, 0.0, 0)]
-        chosen = []
+        judged = []
         for contender in CONTENDERS:
             own = [run for run in grid if run.contender == contender.name]
             if all(run.key in results for run in own):
                 best = min(own, key=lambda run: results[run.key]["points"][-1]["validation_loss"])
-                chosen.append((contender.name, best.decay))
-        if self.too_much is not None:
-            chosen += [(name, self.too_much) for name, _ in chosen if name != NO_DECAY]
-        return grid + [run(*each, seed) for each in dict.fromkeys(chosen) for seed in range(1, self.seeds)]
+                judged.append((contender.name, best.decay))
+        judged += [(name, decay) for decay in self.too_much for name, _ in judged if name != NO_DECAY]
+        return grid + [run(*each, seed) for each in dict.fromkeys(judged) for seed in range(1, self.seeds)]
+
+    def tables(self, rows: Sequence[Row]) -> Iterator[Shown]:
+        for at in (None, *self.too_much):
+            where = "the best decay, without the seed that chose it" if at is None else f"a decay of {at:g}"
+            title = f"{self.name}: losses at {where}, {self.schedule.steps} steps"
+            yield title, losses.HEADINGS, list(losses.cells(losses.findings(rows, self.task, at)))
 
 
 Part = Stairs | Grid
 FULL: tuple[Part, ...] = (
     Stairs("exponents", "digits", 1e-2, (1, 2, 4, 8, 1), 1.0, 1500, (600, 320, 1400), seeds=3, every=50),
-    Grid("gpt", "gpt", Cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=4, every=40),
-    Grid("resnet", "resnet", Cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 4, 50, too_much=3.0),
+    Grid("gpt", "gpt", cosine(2e-3, 800, 80), (0.3, 1.0, 3.0), seeds=4, every=40),
+    Grid("resnet", "resnet", cosine(3e-3, 1000, 50), (0.1, 0.3, 1.0, 3.0), 4, 50, too_much=(3.0,)),
     Stairs("resnet-exponents", "plain resnet", 5e-3, (1, 2, 4), 4.0, 800, (640, 320, 640), seeds=3, every=80),
 )
 QUICK: tuple[Part, ...] = (
     Stairs("exponents", "digits", 1e-2, (1, 2, 3, 1), 20.0, 40, (40, 20, 60), seeds=2, every=20),
-    Grid("gpt", "gpt", Cosine(2e-3, 6, 2), (0.1, 1.0), seeds=2, every=2),
-    Grid("resnet", "resnet", Cosine(3e-3, 4, 1), (0.1, 1.0), 2, 2, too_much=1.0),
+    Grid("gpt", "gpt", cosine(2e-3, 6, 2), (0.1, 1.0), seeds=2, every=2),
+    Grid("resnet", "resnet", cosine(3e-3, 4, 1), (0.1, 1.0), 2, 2, too_much=(1.0,)),
     Stairs("resnet-exponents", "plain resnet", 5e-3, (1, 2), 2.0, 4, (1, 1, 1), seeds=2, every=2),
 )
 NAMES = tuple(part.name for part in FULL)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.drawing import GREY, PALETTE, Differences, forest, measured_on, save, tidy
+from benchmarks.drawing import GREY, PALETTE, Differences, forest, measured_on, save
 from benchmarks.studies.rows import Row, chosen
 from benchmarks.which_decay.contenders import ADAMW, CONTENDERS, DECAYING, NO_DECAY
-from benchmarks.which_decay.exponents import exponent
+from benchmarks.which_decay.exponents import exponent, slopes
 from benchmarks.which_decay.losses import TUNING_SEED, findings
 
 COLOURS = {c.name: GREY if c.name == NO_DECAY else PALETTE["red" if c.scheduled else "blue"] for c in CONTENDERS}
 TASKS = {"gpt": "GPT on prose", "resnet": "ResNet on CIFAR-10"}
-NETS = {"digits": ("toy net", "o", "#000000"), "plain resnet": ("ResNet", "s", PALETTE["pink"])}
+NETS = {"digits": ("toy net", "#000000"), "plain resnet": ("ResNet", PALETTE["pink"])}
 
 
 def plot(losses: Sequence[Row], stages: Sequence[Row], path: Path, fixed: Sequence[tuple[str, float]]) -> Path:
@@ -58,23 +59,16 @@ def draw_losses(axis: Axes, rows: Sequence[Row], task: str, at: float | None) ->
 
 
 def draw_exponents(axis: Axes, stages: Sequence[Row]) -> None:
-    places = range(len(DECAYING))
-    style = {"marker": "|", "s": 500, "color": PALETTE["green"], "linewidth": 3}
-    axis.scatter([contender.exponent for contender in DECAYING], places, zorder=1, label="predicted", **style)
-    for shift, (task, (label, marker, colour)) in zip((-0.13, 0.17), NETS.items(), strict=True):
-        found = {c.name: exponent(chosen(stages, task=task, contender=c.name), "normed_grad_norm") for c in DECAYING}
-        for place, interval in enumerate(found.values()):
-            if interval is None:
-                at = {"xy": (0.02, place + shift), "xycoords": ("axes fraction", "data"), "va": "center"}
-                axis.annotate(f"{label}: some stages did not settle", **at, fontsize=7.5, color=colour)
-                continue
-            half = interval.high - interval.mean
-            bar = {"xerr": half if half == half else 0.0, "marker": marker, "color": colour, "capsize": 3}
-            axis.errorbar(interval.mean, place + shift, markersize=5, label=label if place == 0 else None, **bar)
-    axis.set_yticks(places, [contender.name for contender in DECAYING], fontsize=8)
-    axis.set_ylim(len(DECAYING) + 0.3, -0.6)
-    axis.set_xlabel("exponent of the learning rate in the gradient norm (0: it stays)", fontsize=9)
-    axis.legend(loc="lower left", ncols=3, fontsize=7.5, frameon=False, markerscale=0.6)
+    lines, predicted = [], []
+    for contender, (task, (label, colour)) in product(DECAYING, NETS.items()):
+        own = chosen(stages, task=task, contender=contender.name)
+        found, interval = slopes(own, "normed_grad_norm"), exponent(own, "normed_grad_norm")
+        name = f"{contender.name}, {label}" if interval else f"{contender.name}, {label}: not settled"
+        lines.append(Differences(name, found, interval, colour))
+        predicted.append(contender.exponent)
+    style = {"marker": "|", "s": 150, "color": PALETTE["green"], "linewidth": 3}
+    axis.scatter(predicted, range(len(predicted)), zorder=1, label="predicted", **style)  # type: ignore[arg-type]
+    forest(axis, lines)
+    axis.set_xlabel("exponent of lr in the gradient norm (0: it stays)", fontsize=9)
+    axis.legend(loc="lower left", fontsize=7.5, frameon=False, markerscale=0.6)
     axis.set_title("How gradients grow as the learning rate falls", fontsize=9.5, loc="left", fontweight="bold")
-    axis.margins(x=0.08)
-    tidy(axis, "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.paper.data import DataError, load_images
-from benchmarks.paper.data.images import Batch, flipped_and_cropped
+from benchmarks.paper.data.images import Batch, Tensors, flipped_and_cropped
 from benchmarks.paper.models import IMAGE_MODELS
 from benchmarks.small_models import SmallGPT
-from benchmarks.studies.samples import digits, noisy, noisy_digits
+from benchmarks.studies.samples import digits, noisy
 from benchmarks.which_decay.contenders import Group
 from swd_fused import param_groups
 
@@ -28,10 +29,10 @@ SUFFIXES = (".md", ".md.gz", ".txt", ".txt.gz")
 
 
 class Task:
-    """Tasks also have `model()`, `batch(generator)` and `held_out_loss(model, "validation" or "test")`."""
+    """Tasks also have `model()`, `batch(generator)`, and `held_out("validation" or "test")`, which yields batches."""
 
     data: str  # what tells its data from others'
-    betas: tuple[float, float]
+    betas = SHORT_MEMORY
 
     def groups(self, model: nn.Module) -> list[Group]:
         """The first one has the layers that a norm follows, to which the correction and the predictions apply."""
@@ -40,12 +41,13 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])
 
+    def held_out_loss(self, model: nn.Module, which: str) -> float:
+        found = [(len(batch[0]), self.loss(model, batch).item()) for batch in self.held_out(which)]
+        return sum(count * loss for count, loss in found) / sum(count for count, _ in found)
+
 
 class ProseGPT(Task):
     """A million parameters, or few to try it out. Predicts bytes; the token embedding is the output layer too."""
-
-    betas = (0.9, 0.99)
-    batch_size = 8
 
     def __init__(self, text: Path | None, quick: bool) -> None:
         path = text or DEBIAN_FOLDER
@@ -53,28 +55,27 @@ class ProseGPT(Task):
         # Bytes, numbered by which of them occur. A twentieth each for validation and for the test, from the end.
         bytes_used, tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).unique(return_inverse=True)
         part = len(content) // 20
-        self.train, self.vocabulary = tokens[: -2 * part], len(bytes_used)
-        self.held_out = {"validation": tokens[-2 * part : -part], "test": tokens[-part:]}
+        self.tokens = {"train": tokens[: -2 * part], "validation": tokens[-2 * part : -part], "test": tokens[-part:]}
         self.data = f"{'anarchism' if path == DEBIAN_FOLDER else path.name}, {len(content)} bytes"
-        self.context, self.width, self.layers, self.windows = (8, 32, 1, 8) if quick else (64, 128, 5, 512)
+        self.context, width, layers, self.windows = (8, 32, 1, 8) if quick else (64, 128, 5, 512)
+        self.sizes = len(bytes_used), self.context, width, layers
 
     def model(self) -> nn.Module:
-        return SmallGPT(self.vocabulary, self.context, self.width, self.layers)
+        return SmallGPT(*self.sizes)
 
-    def batch(self, generator: torch.Generator) -> Tensor:
-        return self.stretches(self.train, self.batch_size, generator)
+    def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        return model.loss(*batch)  # type: ignore[no-any-return, operator]
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model.loss(batch)  # type: ignore[no-any-return, operator]
+    def batch(self, generator: torch.Generator) -> tuple[Tensor]:
+        return (self.stretches("train", 8, generator),)
 
-    def held_out_loss(self, model: nn.Module, which: str) -> float:
-        windows = self.stretches(self.held_out[which], self.windows, torch.Generator().manual_seed(1))
-        return sum(self.loss(model, part).item() * len(part) for part in windows.split(64)) / self.windows
+    def held_out(self, which: str) -> Iterable[tuple[Tensor]]:
+        return zip(self.stretches(which, self.windows, torch.Generator().manual_seed(1)).split(64), strict=True)
 
-    def stretches(self, tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    def stretches(self, part: str, count: int, generator: torch.Generator) -> Tensor:
         """Random ones, each one token longer than the context, since each token is also a target."""
-        starts = torch.randint(len(tokens) - self.context, (count, 1), generator=generator)
-        return tokens[starts + torch.arange(self.context + 1)]
+        starts = torch.randint(len(self.tokens[part]) - self.context, (count, 1), generator=generator)
+        return self.tokens[part][starts + torch.arange(self.context + 1)]
 
 
 def prose(path: Path) -> bytes:
@@ -92,11 +93,23 @@ def prose(path: Path) -> bytes:
     return content
 
 
-class CifarResNet(Task):
-    """20,000 parameters on a subset of CIFAR-10. A tenth of the training images is for validation."""
+class Images(Task):
+    images: Tensors
 
-    betas = (0.9, 0.999)
-    batch_size, augment = 32, True
+    def seen(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns images as training sees them."""
+        return images
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        chosen = torch.randint(len(self.images.train_labels), (32,), generator=generator)
+        return self.seen(self.images.train_images[chosen], generator), self.images.train_labels[chosen]
+
+
+class PlainResNet(Images):
+    """20,000 parameters on a subset of CIFAR-10. A tenth of the training images is for validation.
+
+    For stairs it is without augmentation, since it is time per step that counts there.
+    """
 
     def __init__(self, data: Path | None) -> None:
         whole = load_images("cifar10-subset", data, torch.device("cpu"), 0)
@@ -108,56 +121,38 @@ class CifarResNet(Task):
         model = IMAGE_MODELS["small-resnet"](self.images.channels, self.images.classes, self.images.size)
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def batch(self, generator: torch.Generator) -> Batch:
-        chosen = torch.randint(len(self.images.train_labels), (self.batch_size,), generator=generator)
-        images = self.images.train_images[chosen]
-        if self.augment:
-            images = flipped_and_cropped(images, generator)
-        return images, self.images.train_labels[chosen]
-
-    def held_out_loss(self, model: nn.Module, which: str) -> float:
-        data = self.validation if which == "validation" else self.images
-        losses = (cross_entropy(model(x), y, reduction="sum").item() for x, y in data.test_batches(500))
-        return sum(losses) / len(data.test_labels)
+    def held_out(self, which: str) -> Iterable[Batch]:
+        return (self.validation if which == "validation" else self.images).test_batches(500)
 
 
-class PlainResNet(CifarResNet):
-    """The same for stairs: without augmentation, since it is time per step that counts there."""
-
-    betas = SHORT_MEMORY
-    augment = False
+class CifarResNet(PlainResNet):
+    betas = (0.9, 0.999)
+    seen = staticmethod(flipped_and_cropped)
 
 
-class ScaleFreeDigits(Task):
-    """Digits with noise, which cannot be learnt by heart, and a net in which a norm follows every layer.
+class ScaleFreeDigits(Images):
+    """Digits with new noise in each batch, so that 1,347 images cannot be learnt by heart, and norms after all layers.
 
     The norms have no parameters of their own, and the last one is on the logits. So no weight has a scale, which is
     what the predictions assume, and the schedule's rms gradient is that of such weights alone.
     """
 
-    betas = SHORT_MEMORY
-    batch_size, width = 32, 32
-    data = "digits"
+    data, seen = "digits", staticmethod(noisy)
 
     def __init__(self) -> None:
-        self.digits = digits()
+        self.images = digits()
 
     def model(self) -> nn.Module:
-        sizes = (64, self.width, self.width, 10)
         layers: list[nn.Module] = [nn.Flatten()]
-        for inputs, outputs in pairwise(sizes):
+        for inputs, outputs in pairwise((64, 32, 32, 10)):
             layers += [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs, affine=False), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
 
     def groups(self, model: nn.Module) -> list[Group]:
         return [{"params": list(model.parameters()), "weight_decay": 1.0, "corrected_decay": True}]
 
-    def batch(self, generator: torch.Generator) -> Batch:
-        return noisy_digits(self.digits, self.batch_size, generator)
-
-    def held_out_loss(self, model: nn.Module, which: str) -> float:
-        images = noisy(self.digits.test_images, torch.Generator().manual_seed(1))
-        return cross_entropy(model(images), self.digits.test_labels).item()
+    def held_out(self, which: str) -> Iterable[Batch]:
+        yield noisy(self.images.test_images, torch.Generator().manual_seed(1)), self.images.test_labels
 
 
 @dataclass(frozen=True)
@@ -173,6 +168,7 @@ class Sources:
 def task_of(name: str, sources: Sources) -> Task:
     if name == "gpt":
         return ProseGPT(sources.text, sources.quick)
-    if name == "digits":
-        return ScaleFreeDigits()
-    return {"resnet": CifarResNet, "plain resnet": PlainResNet}[name](sources.images)
+    return ScaleFreeDigits() if name == "digits" else RESNETS[name](sources.images)
+
+
+RESNETS = {"resnet": CifarResNet, "plain resnet": PlainResNet}

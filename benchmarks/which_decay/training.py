@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.studies.training import Lesson, Point, lr_of_steps, train
+from benchmarks.studies.training import Lesson, Point, train
 from benchmarks.which_decay.contenders import BY_NAME
-from benchmarks.which_decay.parts import Run
+from benchmarks.which_decay.runs import Run
 from benchmarks.which_decay.tasks import Sources, Task, task_of
 
 
@@ -24,13 +25,12 @@ class DecayLesson(Lesson):
 
     def __init__(self, run: Run, task: Task) -> None:
         torch.manual_seed(run.seed)
-        model, schedule = task.model(), run.schedule
+        model, schedule, self.task = task.model(), run.schedule, task
         groups = task.groups(model)
-        self.task = task
         self.normed = [param[1] if isinstance(param, tuple) else param for param in groups[0]["params"]]
         optimizer = BY_NAME[run.contender].build(groups, schedule.lr, run.decay, task.betas, schedule.warm_up)
-        lrs = lr_of_steps(optimizer, lambda step: schedule.at(step) / schedule.lr, schedule.steps)
-        super().__init__(model, optimizer, lrs, run.lengths)
+        lrs = LambdaLR(optimizer, lambda done: schedule.at(min(done + 1, schedule.steps)) / schedule.lr)
+        super().__init__(model, optimizer, lrs, run.windows)
         self.generator.manual_seed(run.seed)
 
     def batches(self) -> Iterator[Any]:
@@ -41,23 +41,18 @@ class DecayLesson(Lesson):
         return self.task.loss(self.model, batch)
 
     def weight_decay(self) -> float:
-        decays: list[float] = self.optimizer.effective_weight_decay()  # type: ignore[attr-defined]
-        return decays[0]
+        return float(self.optimizer.effective_weight_decay()[0])  # type: ignore[attr-defined]
 
     def measured(self, loss: Tensor) -> list[Tensor]:
         return [*super().measured(loss), squared_norm([param.grad for param in self.normed])]
 
+    @torch.no_grad()
     def point(self, is_last: bool) -> Point:
-        point = {
-            **super().point(is_last),
-            "normed_grad_norm": math.sqrt(self.means()[3]),
-            "normed_weight_norm": math.sqrt(squared_norm([param.detach() for param in self.normed]).item()),
-        }
+        norms = {"normed_grad_norm": self.means()[3], "normed_weight_norm": squared_norm(self.normed).item()}
+        point = super().point(is_last) | {name: math.sqrt(square) for name, square in norms.items()}
         if is_last:
             self.model.eval()
-            with torch.no_grad():
-                for part in ("validation", "test"):
-                    point[f"{part}_loss"] = self.task.held_out_loss(self.model, part)
+            point |= {f"{part}_loss": self.task.held_out_loss(self.model, part) for part in ("validation", "test")}
         return point
 
 
@@ -68,6 +63,5 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> Tensor:
 def trained(run: Run, sources: Sources) -> dict[str, Any]:
     lesson = DecayLesson(run, task_of(run.task, sources))
     points = train(lesson)
-    count = sum(param.numel() for param in lesson.model.parameters())
-    normed = sum(param.numel() for param in lesson.normed)
-    return {"run": asdict(run), "points": points, "parameters": count, "normed_parameters": normed}
+    whole, normed = (sum(p.numel() for p in params) for params in (lesson.model.parameters(), lesson.normed))
+    return {"run": asdict(run), "points": points, "parameters": whole, "normed_parameters": normed}

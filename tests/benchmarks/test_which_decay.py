@@ -18,10 +18,9 @@ from benchmarks.studies.runner import Record
 from benchmarks.studies.store import Store
 from benchmarks.which_decay import cli
 from benchmarks.which_decay.contenders import ADAMC, ADAMS, ADAMW, BY_NAME, CONTENDERS, NO_DECAY
-from benchmarks.which_decay.exponents import SETTLED, exponent, slope, stages
+from benchmarks.which_decay.exponents import SETTLED, exponent, stages
 from benchmarks.which_decay.losses import findings
-from benchmarks.which_decay.lr_schedules import Staircase, stairs
-from benchmarks.which_decay.parts import Run
+from benchmarks.which_decay.runs import LrSchedule, Run, stairs
 from benchmarks.which_decay.tasks import CifarResNet, ProseGPT, ScaleFreeDigits
 
 STORED = Path(__file__).parents[2] / "benchmarks/results/which_decay"
@@ -81,9 +80,9 @@ def test_the_layers_of_nets_with_batch_norm_have_no_scale(cifar: Path) -> None:
 
 def test_stairs() -> None:
     schedule = stairs(0.8, (1, 2, 1), shortest=3, lengthening=2, power=2)
-    assert schedule == Staircase((0.8, 0.4, 0.8), (3, 8, 3))
+    assert schedule == LrSchedule((0.8, 0.4, 0.8), (3, 8, 3), warm_up=1)
     assert [schedule.at(step) for step in range(1, 15)] == [0.8] * 3 + [0.4] * 8 + [0.8] * 3
-    assert Run("digits", "", ADAMW, 1.0, 0, schedule, 4).lengths == [3, 1, 4, 3, 1, 2]  # windows end with stages
+    assert Run("digits", "", ADAMW, 1.0, 0, schedule, 4).windows == [3, 1, 4, 3, 1, 2]  # windows end with stages
 
 
 # --- Exponents
@@ -120,7 +119,6 @@ def test_a_known_exponent_is_found_and_a_wrong_one_is_not(contender: str, expect
     unit = exponent(rows, "unit_grad_norm")
     assert unit.low < 0 < unit.high
     assert not any(found.low < wrong < found.high for wrong in {-0.5, -1 / 3, 0.0} - {expected})
-    assert slope([1.0, 2.0, 4.0], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
 
 
 def test_stages_that_have_not_settled_are_left_out() -> None:
@@ -143,7 +141,7 @@ def test_balance_is_one_for_a_random_walk() -> None:
     for _ in range(400):
         weights = (1 - shrink) * weights - lr * torch.randn(count, generator=generator)
     points = [point(step, 1.0, float(weights.norm()), 10 * shrink) for step in (10, 20)]
-    run = Run("digits", "", ADAMW, 1.0, 0, Staircase((lr,), (20,)), 10)
+    run = Run("digits", "", ADAMW, 1.0, 0, LrSchedule((lr,), (20,), 0), 10)
     (stage,) = stages(run, {"points": points, "normed_parameters": count})
     assert stage["balance"] == pytest.approx(1.0, rel=0.05)
 

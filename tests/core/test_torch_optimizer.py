@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CyclicLR
 
 from swd_fused import FusedAdamS
 from tests.runs import defined, error, is_interpreted, random_grads, random_params, run
@@ -25,22 +24,6 @@ def test_add_param_group_at_any_time(backend: str) -> None:
     optimizer.add_param_group({"params": params[1], "lr": 0.1, "weight_decay": 1e-3})
     run(params, grads[3:], optimizer)
     assert error(params, reference.params) < 1e-15
-
-
-def test_momentum_may_be_scheduled_to_anything(backend: str) -> None:
-    """Adam goes on with betas of 1 and more, which it would refuse in its constructor."""
-    params, grads = random_params([(30,)], torch.float64), random_grads([(30,)], 4, torch.float64)
-    twins = [copy.deepcopy(param) for param in params]
-    optimizer, adam = FusedAdamS(params, weight_decay=0.0, backend=backend), torch.optim.Adam(twins)
-    schedulers = [CyclicLR(each, 1e-3, 2e-3, 3, base_momentum=1.5, max_momentum=5.0) for each in (optimizer, adam)]
-    for step_grads in [[None], *([grad] for (grad,) in grads)]:
-        run(params, [step_grads], optimizer)
-        run(twins, [step_grads], adam)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert optimizer.param_groups[0]["betas"] == adam.param_groups[0]["betas"]
-    torch.testing.assert_close(params[0], twins[0], rtol=1e-12, atol=0)
-    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_tensor_betas(backend: str) -> None:

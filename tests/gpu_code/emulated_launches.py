@@ -39,7 +39,7 @@ class Emulator:
     def note_operands(self, bucket: Bucket) -> None:
         """A tensor that takes part as a copy may be touched too, since nobody knows here which one it is."""
         self.operands = [
-            *(span_of(grad, READABLE) for grad in bucket.present_grads),
+            *(span_of(grad, READABLE) for grad in bucket.grads if grad is not None),
             *(
                 span_of(tensor, READABLE | WRITABLE)
                 for tensors in [*triton_plan.columns_of(bucket), bucket.plan.copies]
