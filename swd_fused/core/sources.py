@@ -13,7 +13,7 @@ from swd_fused.core.bucket import Bucket
 from swd_fused.core.schedule import Gate, Sums
 from swd_fused.core.snapshot import Snapshot, State
 from swd_fused.core.values import Groups
-from swd_fused.devices.transfer import can_be_read, on_device, scalar_dtype, to_device
+from swd_fused.devices.transfer import can_be_read, from_host, on_device, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective, Reduction, collective_of
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_dtensor, sharding_in
 from swd_fused.options import Options
@@ -309,10 +309,9 @@ class StepCall(NamedTuple):
         if numel is not None and not is_whole(numel, 1):
             raise ValueError(f"step got numel={numel!r}, wanted how many elements grad_sumsq is the sum over.")
         _check_use_of_sum(groups, options)
-        value = (
-            given.reshape(()) if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device="cpu")
-        )
-        return to_device(value, device, scalar_dtype(device))
+        if isinstance(given, Tensor) and not given.is_cpu:
+            return to_device(given.reshape(()), device, scalar_dtype(device))
+        return from_host(torch.as_tensor(given, dtype=scalar_dtype(device), device="cpu").reshape(()), device)
 
     def _is_sum(self, given: object, skips_nonfinite: bool) -> bool:
         if isinstance(given, Tensor):
