@@ -7,7 +7,7 @@ images, or the gradients multiplied by 100. All runs of a seed start from the sa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from benchmarks.conditions import OtherLoad, conditions, positive, read_rows, write_rows
+from benchmarks.conditions import OtherLoad, conditions, positive, write_rows
 from benchmarks.drawing import GREY, PALETTE, legend_above, measured_on, save, tidy
 from benchmarks.paper.data import load_images
 from benchmarks.paper.data.images import Tensors
 from benchmarks.small_models import SmallResNet
+from benchmarks.studies.rows import Row, read_rows
 from swd_fused import FusedAdamW
 
 LR, BATCH_SIZE, WINDOW = 3e-3, 32, 10  # losses are means of a window
@@ -57,9 +58,7 @@ def train(data: Tensors, kind: str, contender: str, seed: int, steps: int) -> tu
         optimizer.zero_grad()
         F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
         if is_bad and kind == "gradients":
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad *= 100
+            torch._foreach_mul_([param.grad for param in model.parameters()], 100)
         optimizer.step()
         share = optimizer.metrics().get("outlier_share", 0.0) * (step + 1)
         found += [step] * round(share - before)
@@ -67,7 +66,7 @@ def train(data: Tensors, kind: str, contender: str, seed: int, steps: int) -> tu
     return losses, found
 
 
-def measure(data: Tensors, name: str, seeds: int, steps: int) -> list[dict[str, object]]:
+def measure(data: Tensors, name: str, seeds: int, steps: int) -> list[Row]:
     """Returns a row for each window of each contender: its loss, the median, least and largest over the seeds."""
     load, rows, bad = OtherLoad(), [], bad_steps(steps)
     for kind, contender in [("none", UNDISTURBED), *product(KINDS, CONTENDERS)]:
@@ -78,24 +77,23 @@ def measure(data: Tensors, name: str, seeds: int, steps: int) -> list[dict[str, 
         print(f"{kind}, {contender}: {planted} of {seeds * len(bad)} bad steps stood out, {others} others", flush=True)
         for first in range(0, steps, WINDOW):
             means = [fmean(losses[first : first + WINDOW]) for losses, _ in runs]
-            values = {"loss": median(means), "least": min(means), "largest": max(means)}
             row = {"data": name, "kind": kind, "contender": contender, "seeds": seeds, "first_step": first}
-            row |= {key: f"{value:.4f}" for key, value in values.items()}
+            row |= {"loss": f"{median(means):.4f}", "least": f"{min(means):.4f}", "largest": f"{max(means):.4f}"}
             row |= {"bad_steps": " ".join(map(str, bad)), "found": planted, "found_others": others}
             rows.append({**row, **conditions(load)})
     return rows
 
 
-def draw(rows: Sequence[Mapping[str, str]], path: Path) -> Path:
+def draw(rows: Sequence[Row], path: Path) -> Path:
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(KINDS), sharey=True)
     for axis, (kind, title) in zip(axes, KINDS.items(), strict=True):
         for contender, colour in COLOURS.items():
             own = [row for row in rows if row["kind"] in (kind, "none") and row["contender"] == contender]
-            middles = [int(row["first_step"]) + WINDOW / 2 for row in own]
-            bounds = [[float(row[key]) for row in own] for key in ("least", "largest")]
-            axis.fill_between(middles, *bounds, color=colour, alpha=0.12, linewidth=0)
-            axis.plot(middles, [float(row["loss"]) for row in own], color=colour, linewidth=1.3, label=contender)
+            middles = [row["first_step"] + WINDOW / 2 for row in own]
+            losses, least, largest = ([row[key] for row in own] for key in ("loss", "least", "largest"))
+            axis.fill_between(middles, least, largest, color=colour, alpha=0.12, linewidth=0)
+            axis.plot(middles, losses, color=colour, linewidth=1.3, label=contender)
         for step in map(int, rows[0]["bad_steps"].split()):
             axis.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
         axis.set_title(f"{title} in the steps with a dotted line", fontsize=9)

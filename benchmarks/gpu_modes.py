@@ -109,18 +109,16 @@ def difference(mode: Mode, device: str = "cuda", backend: str = "triton") -> flo
         for training in (own, plain):
             training.take(t)
     tolerance = TOLERANCES[mode.other_dtype or mode.dtype]
-    worst = 0.0
-    for value, expected in zip(own.values(), plain.values(), strict=True):
-        if not value.numel():
-            continue
-        far = (value - expected).abs() / max(expected.abs().max().item(), 1e-30) / tolerance
-        if not far.isfinite().all():
-            return inf
-        if mode.options.get("state_dtype") == "8bit":
-            worst = max(worst, (far > 1).double().mean().item() / FEW_CODES)
-        else:
-            worst = max(worst, far.max().item())
-    return worst
+    far = [
+        (value - expected).abs() / max(expected.abs().max().item(), 1e-30) / tolerance
+        for value, expected in zip(own.values(), plain.values(), strict=True)
+        if value.numel()
+    ]
+    if not all(each.isfinite().all() for each in far):
+        return inf
+    if mode.options.get("state_dtype") == "8bit":
+        return max((each > 1).double().mean().item() for each in far) / FEW_CODES
+    return max(each.max().item() for each in far)
 
 
 def step_of(mode: Mode, elements: int) -> Step:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.conditions import OtherLoad, positive
+from benchmarks.step_times import contenders
 from benchmarks.step_times.contenders import (
     ALL_REDUCE,
     CLIPPED_PEER,
@@ -133,15 +135,9 @@ def times_on_ranks(ranks: int, shapes: Sequence[Shape], case: Case, other_load: 
 
 
 def case_of(name: str, suite: Suite, ranks: int) -> Case:
-    columns = {"ranks": ranks, "suite": name, "elements": suite.elements, "tensors": len(suite.shapes)}
-    return Case(
-        f"{name} on {ranks} ranks: {suite.elements:,} elements in {len(suite.shapes):,} tensors",
-        columns,
-        {contender.name: contender.build for contender in COMPARED},
-        suite.repeats,
-        peers={contender.name: contender.peer for contender in COMPARED},
-        times=partial(times_on_ranks, ranks, suite.shapes),
-    )
+    times = partial(times_on_ranks, ranks, suite.shapes)
+    case = contenders.case_of(f"{name} on {ranks} ranks", suite, COMPARED, times=times)
+    return replace(case, columns={"ranks": ranks, **case.columns, "suite": name})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,13 +14,13 @@ class Rule:
     outliers: str
     sigma: float = 6.0
     measured: int = 25
-    most_in_a_row: float = 10
     mean: float = 0.0
     variance: float = 0.0
     counted: int = 0
     in_a_row: int = 0
     found: int = 0
     steps: int = 0
+    most_in_a_row: float = 10
 
     def threshold(self) -> float:
         if self.counted < self.measured:

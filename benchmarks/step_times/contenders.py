@@ -171,14 +171,9 @@ def case_of(name: str, suite: Suite, among: Sequence[Contender], **options: Any)
     title = f"{name}: {suite.elements:,} elements in {len(suite.shapes):,} tensors"
     columns: Row = {"suite": name, "elements": suite.elements, "tensors": len(suite.shapes)}
     peers = {contender.name: contender.peer for contender in among}
-    options = {
-        "work": partial(parameters, suite.shapes),
-        "repeats": suite.repeats,
-        "peers": peers,
-        "title": title,
-        **options,
-    }
-    return Case(columns=columns, contenders={contender.name: contender.build for contender in among}, **options)
+    options = {"title": title, "peers": peers, "repeats": suite.repeats, "columns": columns, **options}
+    options.setdefault("work", partial(parameters, suite.shapes))
+    return Case(contenders={contender.name: contender.build for contender in among}, **options)
 
 
 def speeds(bytes_each: Mapping[str, float | None], elements: int, peak: float | None) -> Callable[[str, Times], Row]:

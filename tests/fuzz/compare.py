@@ -173,7 +173,7 @@ def check_stepped(
         undecided = abs(judge.exp_avg[i]) <= exp_avg_bound + quantum(computed)
         bound = bound + undecided * judge.shrink(group, judge.exp_avg_sq_mean) * abs(start.param)
     if group.ema_decay is not None:
-        weight = 1 - judge.ema_decay(group, i)
+        weight = 1 - judge.ema_decay(group, judge.steps[i])
         average_bound = weight * bound + u * (abs(start.ema_param) + abs(judge.params[i]))
         check_close(f"{name}: its average", state["ema_param"], judge.ema_param[i], average_bound)
     master = master_of(param, state)
