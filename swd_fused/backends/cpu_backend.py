@@ -52,7 +52,7 @@ class CpuBackend(Backend):
 
     def new_moment(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         if like.numel() * dtype.itemsize < HUGE_PAGE:
-            return super().new_moment(like, dtype, device)
+            return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
         moment = torch.empty_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
         ops.advise_huge_pages(moment)
         return moment.zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ class Bucket:
     def __init__(self, key: BucketKey, entries: Entries, options: Options) -> None:
         self.backend, self.device, self.amsgrad, unused, self.sharding = key
         self.options = options
-        self.numbers, self.group_indices, self._whole_params, _, states = entries
+        self.numbers, self.group_indices, self._whole_params, owned, states = entries
         self.params = self._whole_params
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
@@ -106,6 +106,8 @@ class Bucket:
         self.has_stepped = False  # as far as that is known
         self._steps_copy: HostCopy | None = None
         self.sums: Tensor | None = None  # of `averaged`, by tensor. None: to be rebuilt
+        if all(map(is_, owned, states)):  # all state is new, so zero
+            self.sums = torch.zeros(len(states), dtype=scalar_dtype(self.device), device=self.device)
 
     def _set_steps(self, states: list[dict[str, Any]]) -> None:
         steps = [state["step"] for state in states]

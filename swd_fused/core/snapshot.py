@@ -305,7 +305,7 @@ class Snapshot:
         check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
         kinds: dict[tuple[object, ...], tuple[Initializer, BucketKey]] = {}
         members: defaultdict[BucketKey, list[int]] = defaultdict(list)  # positions among the entries
-        entries = Entries([], [], [], [], [])
+        numbers, own_groups, params, owneds, stageds = entries = Entries([], [], [], [], [])
         indices = chain.from_iterable([index] * len(group["params"]) for index, group in enumerate(groups))
         for number, (index, param, grad) in enumerate(zip(indices, self._params, grads, strict=True)):
             owned = state.get(param) or NOTHING
@@ -319,12 +319,12 @@ class Snapshot:
             if self._is_distributed:
                 key = key._replace(sharding=sharding_in(groups[index], param, self._sharded_over))
             staged = initializer.state_for(param, owned)
-            members[key].append(len(entries.numbers))
-            entries.numbers.append(number)
-            entries.groups.append(index)
-            entries.params.append(param)
-            entries.owned.append(owned or staged)
-            entries.staged.append(staged)
+            members[key].append(len(numbers))
+            numbers.append(number)
+            own_groups.append(index)
+            params.append(param)
+            owneds.append(owned or staged)
+            stageds.append(staged)
         return entries, members
 
     def _new_kind(self, param: Tensor, group: Group) -> tuple[Initializer, BucketKey]:

@@ -17,7 +17,8 @@ def check_params(params: Sequence[Tensor], where: str) -> None:
             "update all parameters at the same time. Remove duplicates: list(dict.fromkeys(params))."
         )
     for param in params:
-        _check_param(param)
+        if not param.is_floating_point() or param.is_neg() or 0 in param.stride():  # else it is an ordinary one
+            _check_param(param)
 
 
 def _expands(param: Tensor) -> bool:
