@@ -132,6 +132,17 @@ def test_every_value_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> No
         torch.testing.assert_close(param, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_those_of_what_is_stored(dtype: torch.dtype) -> None:
+    """For sizes around the blocks and segments of the kernels. The package has no second moment in 16 bits."""
+    for numel in (1, 8, 4095, 4097, 32769, 100_001):
+        param, exp_avg, grad = ([torch.rand(numel)] for _ in range(3))
+        exp_avg_sq, sums = [torch.rand(numel).to(dtype)], torch.zeros(1, dtype=torch.float64)
+        given = described([param, exp_avg, exp_avg_sq, [], [], [], [], [], grad])
+        ops.update_(sums, torch.zeros(1), given, hyper(), MEAN, None, None, 0)
+        assert torch.equal(sums, ops.exp_avg_sq_sums(exp_avg_sq, [], []))
+
+
 def test_operators_check_what_they_are_given() -> None:
     good, others = lists(torch.float32), (GROUPS, IDS, None, None)
     with pytest.raises(RuntimeError, match="grad must be float32, float64, bfloat16 or float16"):

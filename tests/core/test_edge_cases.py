@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from swd_fused import FusedAdamS
-from tests.runs import defined, error, is_interpreted, random_grads, random_params, run
+from tests.runs import defined, error, is_interpreted, random_grads, random_params, run, set_grads
 
 
 def assert_as_defined(backend: str, shapes: list[tuple[int, ...]], steps: int = 5) -> None:
@@ -152,18 +153,23 @@ def test_squares_beyond_float32_are_summed(backend: str, size: float, schedule: 
 
 
 @pytest.mark.backends(split=True)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_gradient_does_not_spread(backend: str, bad: float) -> None:
-    """One bad value spoils its own element, as in AdamW, and not all weights through the schedule."""
+def test_a_bad_gradient_does_not_spread(backend: str, bad: float, max_grad_norm: float | None) -> None:
+    """One bad value spoils its own element, as in AdamW, and not all weights through the schedule. Clipping by a norm
+    of NaN spoils all, as by torch's."""
     params = random_params([(5,), (6,)])
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
     grads = random_grads([(5,), (6,)], 1)
     grads[0][0][2] = bad
-    run(params, grads, FusedAdamS(params, backend=backend))
-    run(twins, grads, torch.optim.Adam(twins))
+    run(params, grads, FusedAdamS(params, max_grad_norm=max_grad_norm, backend=backend))
+    set_grads(twins, grads[0])
+    if max_grad_norm:
+        torch.nn.utils.clip_grad_norm_(twins, max_grad_norm)
+    torch.optim.Adam(twins).step()
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7, equal_nan=True)
-    assert params[1].isfinite().all()
+    assert params[1].isfinite().all() == (max_grad_norm is None or bad == math.inf)
 
 
 @pytest.mark.backends(split=True)
