@@ -30,7 +30,7 @@ class FollowedLr(Protocol):
         """Returns `decay_lr` as a tensor on the device, or None if the group's row has it as a number."""
 
     def count(self) -> None:
-        """Counts the learning rate of a step that was taken."""
+        """Counts the learning rate of a step, taken or skipped."""
 
 
 class Decay(Protocol):
@@ -259,7 +259,7 @@ class GroupValues:
                 check_tensor_lr(lr)
 
     def count_lrs(self, groups: Groups) -> None:
-        """Counts the learning rates of a step that was taken. Groups keep the largest one if their decay needs it."""
+        """Counts the learning rates of a step, taken or skipped. Groups keep the largest if their decay needs it."""
         for index, followed in self.followed.items():
             followed.count()
             if self._seen:
