@@ -257,7 +257,7 @@ def segment_scalars(segment, sums_row, step, grad_factor, CONFIG: tl.constexpr):
 def update_segment(
     segment, sums_row, step, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
-    """Updates a segment. Returns the sum of its new second moments, and with SUM_GRADS that of grad^2."""
+    """Updates a segment. Returns the sum of its second moments, and with SUM_GRADS, for `kept_squares`, of grad^2."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
     scalars = segment_scalars(segment, sums_row, step, grad_factor, CONFIG)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
