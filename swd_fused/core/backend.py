@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Returns (sum, weight, count) without reading gradients.
 
         The sum is of v^ before this step, over tensors that have taken one; or `after_this_step` of what v^ keeps from
-        earlier steps, over tensors with a gradient. weight / count is then the share of squared gradients in it.
+        earlier steps, over tensors with a gradient. The fresh part is then grad_sq * weight / count.
         """
 
     def pass2(
