@@ -3,8 +3,8 @@
 import sys
 import warnings
 
-# While Python locates the module of `python -m swd_fused`, which imports torch by way of this file, the first argument
-# is "-m". torch warns then if NumPy is missing, which this package does not use, above the report of the check.
+# While Python locates the module of `python -m swd_fused`, the first argument is "-m", and this file imports torch. If
+# NumPy is missing, which this package does not use, torch would print a warning above the report.
 if sys.argv[:1] == ["-m"]:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 

@@ -21,17 +21,17 @@ from swd_fused.optimizer import FusedAdamS
 from swd_fused.options import BackendName
 
 SHAPES = [(1000,), (33, 17), ()]
-# By tensor. Gradients differ by tensor and halve from step to step, so that no wrong mean looks right.
+# One value for each tensor. Gradients differ by tensor and halve from step to step, so that no wrong mean looks right.
 WEIGHT_DECAYS = [2e-2, 0.0, 2e-2]
 GRAD_SCALES = [0.1, 1.0, 10.0]
 STEPS = 4
-# Weights are below 4, so float32 stores each result to 1.2e-7 and loses up to 1e-6 in all steps. Each wrong mean that
-# the tests know moves weights ten times as far as this.
+# Weights are below 4, so float32 stores each result to 1.2e-7 and loses up to 1e-6 in all steps. Each wrong mean in the
+# tests moves weights ten times as far as this.
 TOLERANCE = 2e-6
 
 
 def versions_and_devices() -> list[str]:
-    """Returns what runs here, as one line for each layer, for the CPU, and for each GPU."""
+    """Returns a line for each layer of software, for the CPU, and for each GPU."""
     gpu = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     gpu = f"ROCm {torch.version.hip}" if torch.version.hip else gpu
     triton = next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed")
@@ -45,14 +45,14 @@ def versions_and_devices() -> list[str]:
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        # CUDA's builds have gcnArchName, too: there it is the device's name once more.
+        # CUDA builds have gcnArchName too, but it repeats the device's name.
         architecture = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
         lines.append(f"cuda:{index}    {properties.name}, {architecture}, {properties.total_memory / 2**30:.0f} GiB")
     return lines
 
 
 def new_optimizer(backend: BackendName, device: str, dtype: torch.dtype) -> FusedAdamS:
-    """Returns an optimizer of random weights. Raises RuntimeError if the backend cannot be used."""
+    """Returns an optimizer of random weights. Raises RuntimeError if the backend is not available."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in SHAPES]
     groups = [{"params": [weight], "weight_decay": decay} for weight, decay in zip(weights, WEIGHT_DECAYS, strict=True)]
@@ -71,24 +71,24 @@ def trained(optimizer: FusedAdamS) -> list[Tensor]:
 
 
 def defined() -> list[Tensor]:
-    """Returns the weights that every backend should come to, from the paper's algorithm in plain PyTorch in float64."""
+    """Returns the weights that every backend should reach: by the paper's algorithm in float64, in plain PyTorch."""
     return trained(new_optimizer("torch", "cpu", torch.float64))
 
 
 def tested(backend: BackendName, device: str) -> tuple[bool, str]:
-    """Returns whether a backend is as it should be on a device, and what was found."""
+    """Returns whether a backend passes on a device, and a line for the report."""
     try:
         optimizer = new_optimizer(backend, device, torch.float32)
     except RuntimeError as missing:
         if BEST.get(device) == backend:
             return False, f"MISSING: {missing}"
-        # Where another backend is the best one, advice on how to get this one would be noise.
+        # Another backend is the best one here, so advice on how to get this one would be noise.
         return True, "not used: its kernels are for CUDA and ROCm GPUs"
     try:
         error = max(float((a - b).abs().max()) for a, b in zip(trained(optimizer), defined(), strict=True))
-    except Exception as raised:  # whatever a broken driver or compiler raises belongs into the report
+    except Exception as raised:  # a broken driver or compiler may raise anything, and the report shows it
         return False, f"FAILED with {type(raised).__name__}: {raised}"
-    is_right = error <= TOLERANCE  # so that NaN fails
+    is_right = error <= TOLERANCE  # False for NaN
     verdict = "ok" if is_right else "FAILED"
     return is_right, f"{verdict}, largest difference {error:.1e} from plain PyTorch in float64 in {STEPS} steps"
 

@@ -1,4 +1,4 @@
-"""FusedAdamW: torch.optim.AdamW by the step of FusedAdamS."""
+"""FusedAdamW: torch.optim.AdamW, computed by FusedAdamS's step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from swd_fused.options import BackendName, Compatibility, Outliers, StateDtype
 class FusedAdamW(FusedAdamS):
     """AdamW as one fused step, with gradient clipping inside it.
 
-    Takes the place of `torch.optim.AdamW`: the arguments have the same names, order and defaults, `weight_decay` means
-    the same, and state dicts go from one to the other. It is `FusedAdamS(decay="decoupled")`, whose documentation
-    explains the other arguments.
+    It replaces `torch.optim.AdamW`: the arguments have the same names, order and defaults, `weight_decay` means the
+    same, and each loads the other's state dicts. It is `FusedAdamS(decay="decoupled")`, whose documentation explains
+    the other arguments.
 
     Args:
         params: parameters, named parameters or parameter groups.

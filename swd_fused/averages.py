@@ -1,6 +1,6 @@
-"""Exchanges weights and their averages for a while, or copies averages into other tensors.
+"""Exchanges weights with their averages temporarily, or copies averages into other tensors.
 
-State has the averages as state/weights.py says. The update of an element advances them.
+state/weights.py says how the state stores averages. Each step's update advances them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
-    """Exchanges weights and averages, and back. Refuses bad use before anything moves."""
+    """Exchanges weights with averages, and back at the end. Refuses wrong use before anything is exchanged."""
     asked = "FusedAdamS got averaged_params()"
     averaging = [group for group in optimizer.param_groups if group["ema_decay"] is not None]
     if not averaging:
@@ -49,7 +49,7 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
         for param in group["params"]
         if AVERAGE in state.get(param, {})
     ]
-    averages: list[Exchange] = []  # of which the parameter is one; fewer if memory ran out
+    averages: list[Exchange] = []  # already exchanged: not all if memory ran out
     try:
         _exchange(weights, averages, state)
         yield
@@ -58,12 +58,12 @@ def exchanged(optimizer: FusedAdamS) -> Iterator[None]:
 
 
 class Exchange(NamedTuple):
-    """The local tensors of a parameter that are exchanged."""
+    """Holds the local tensors of a parameter that are exchanged."""
 
     param: Tensor
     average: Tensor
     master: Tensor | None  # or its remainder
-    rounded: list[Tensor]  # the parameter, while it is an average rounded to 16 bits and no master has its value
+    rounded: list[Tensor]  # the weight, while the parameter is its average rounded to 16 bits and there is no master
 
     @staticmethod
     def of(param: Tensor, state: Mapping[str, Any]) -> Exchange:
@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
     def apply(self) -> None:
         param, average, master, rounded = self
         if master is None and average.dtype.itemsize > param.dtype.itemsize:
-            # It could not hold the average, which stays where it is.
+            # The parameter cannot hold the whole average, so that stays in place and the weight is kept aside.
             if rounded:
                 param.copy_(rounded.pop())
             else:
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
             weight = joined(param, master)
             for tensor, value in zip((param, master), split(average), strict=True):
                 tensor.copy_(value)
-        else:  # where someone has written to the parameter its master is out of date
+        else:  # a master is out of date where the parameter was written to from outside
             weight = torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
             master.copy_(average)
             param.copy_(average)
@@ -97,11 +97,11 @@ class Exchange(NamedTuple):
 
 
 def _exchange(todo: list[Exchange], done: list[Exchange], state: dict[Any, Any], is_back: bool = False) -> None:
-    """Exchanges one after another, so that one temporary copy of the largest parameter is enough."""
+    """Exchanges parameter by parameter, so that one temporary copy of the largest one is enough."""
     interrupts = DeferredInterrupts()
     try:
         state[EXCHANGED] = {}
-        with torch.inference_mode():  # in which parameters that were made in inference mode can be written to as well
+        with torch.inference_mode():  # else parameters made in inference mode could not be written to
             while todo:
                 todo[-1].apply()
                 done.append(todo.pop())
@@ -112,7 +112,7 @@ def _exchange(todo: list[Exchange], done: list[Exchange], state: dict[Any, Any],
 
 
 def copy_to(target: nn.Module | Iterable[Tensor], optimizer: FusedAdamS) -> None:
-    """Copies averages, or weights that have none, into a module by the parameters' names, or into tensors in order."""
+    """Copies averages, or weights without one, into a module by the parameters' names, or into tensors in order."""
     refuse_exchanged(optimizer.state, "copy_averages()")
     params = optimizer.numbered_params()
     if isinstance(target, nn.Module):

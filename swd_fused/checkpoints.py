@@ -1,4 +1,4 @@
-"""State dicts and pickles of an optimizer: their entries, and how another optimizer takes them up."""
+"""State dicts and pickles of an optimizer: their entries, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from swd_fused.state.weights import warn_of_dropped_masters
 
 
 def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict that can be saved: process groups live in this process only."""
+    """Returns a state dict without process groups, which cannot be saved: they live in this process only."""
     groups = [
         {key: value for key, value in group.items() if key != "process_group"} for group in state_dict["param_groups"]
     ]
@@ -38,7 +38,7 @@ def without_process_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Returns a copy of a state dict as the optimizer's hooks leave it, checked before and after."""
+    """Returns a copy of a state dict after the optimizer's hooks have run, checked before and after them."""
     check_state_dict(state_dict)
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -48,7 +48,7 @@ def after_hooks(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, A
 
 
 def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], options: Options) -> dict[str, Any]:
-    """Returns the groups and the state of an optimizer that goes on from a state dict."""
+    """Returns the groups and the state that an optimizer takes over from a state dict."""
     saved = saved_by_param(own_groups, state_dict)
     warn_of_dropped_masters(saved, options)
     groups = []
@@ -70,16 +70,16 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
 
 # --- Pickles and copies
 
-# Where pickles of 0.2 look for `StepScalars` and `ClippedSteps`.
+# Pickles of 0.2 look for `StepScalars` and `ClippedSteps` under these module names.
 sys.modules.setdefault("swd_fused.schedule", schedule)
 sys.modules.setdefault("swd_fused.step.clipped_steps", metrics)
 
 
 def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:
-    """Returns what a pickle has of the steps so far.
+    """Returns the entries that the steps so far add to a pickle.
 
-    The step counters of a bucket are views of one tensor, and pickle, unlike torch.save and deepcopy, would write that
-    whole tensor for each of them: so they are copied.
+    The step counters of a bucket are views of one tensor. They are copied because pickle, unlike torch.save and
+    deepcopy, would write that whole tensor for each of them.
     """
     own: defaultdict[Any, Any] = defaultdict(dict, state)
     for key, values in state.items():
@@ -96,15 +96,15 @@ def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -
 
 
 def unpickled(state: dict[str, Any]) -> tuple[Options, ShardedOver | None, ClippedSteps, Tensor, StepScalars | Tensor]:
-    """Takes the entries out of a pickle from which an optimizer makes what it does not pickle."""
+    """Removes from a pickle the entries that `__setstate__` passes to the new stepper, and returns them."""
     options: Options = state.pop("options")
-    refuse_unsupported(options._asdict())  # the state may be on another device than its parameters
+    refuse_unsupported(options._asdict())  # a pickle of 0.2 with offload=True, whose state is on another device
     clipped = state.pop("_clipped_steps", None) or ClippedSteps()
     return options, state.pop("_sharded_over"), clipped, state.pop("skipped_steps"), state.pop("_last")
 
 
 def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:
-    """Gives groups of older versions the options that have been added since."""
+    """Adds defaults to groups of older versions for the options that are new since then."""
     for group in groups:
         for name, default in {**GROUP_DEFAULTS, "decay": decay}.items():
             group.setdefault(name, default)

@@ -1,4 +1,4 @@
-"""Checks of single values. Each message says what was got, what was wanted and what to do."""
+"""Checks single values. Each message says what was got, what was wanted and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Check(NamedTuple):
-    """A condition on a value: a predicate, and the words for values that it does not accept."""
+    """Holds a condition on a value: a predicate, and the words of the message for values that it rejects."""
 
     accepts: Callable[[Any], bool]
     wanted: str
@@ -29,7 +29,7 @@ class Check(NamedTuple):
 def is_number(value: object) -> TypeGuard[float]:
     try:
         return isinstance(value, (float, Real)) and not isinstance(value, bool) and not math.isnan(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an int too large for a float
         return False
 
 

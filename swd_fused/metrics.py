@@ -28,18 +28,18 @@ from swd_fused.user_warning import warn_user
 if TYPE_CHECKING:
     from swd_fused.core.step import Step
 
-# Steps that must all have clipped for a warning.
+# How many steps there must be, all of them clipped, for a warning.
 CLIPPED_STEPS = 300
 
 
 def effective_weight_decay(groups: Groups, exp_avg_sq_mean: Tensor) -> list[float]:
-    """Returns for each group AdamW's `weight_decay` that would shrink weights as much. Waits for the device."""
+    """Returns for each group the AdamW `weight_decay` that would shrink weights as much. Waits for the device."""
     mean = float(exp_avg_sq_mean)
     return [effective_decay(group, mean, max(0.0, float(group["lr"]))) for group in groups]
 
 
 def metrics(stepper: Stepper, groups: Groups, clipped: ClippedSteps) -> dict[str, float]:
-    """Returns what is worth logging of the last step. Waits for the device."""
+    """Returns the last step's numbers for a log. Waits for the device."""
     exp_avg_sq_mean, grad_norm = stepper.last[0], stepper.last[1]
     names = [group.get("name", index) for index, group in enumerate(groups)]
     decays = list(zip(names, effective_weight_decay(groups, exp_avg_sq_mean), strict=True))
@@ -55,7 +55,7 @@ def metrics(stepper: Stepper, groups: Groups, clipped: ClippedSteps) -> dict[str
 
 
 def options_in_use(stepper: Stepper, params: Sequence[Tensor]) -> str:
-    """Returns a line for each option that says how steps are taken, and for each that was asked for."""
+    """Returns a line each for backend, schedule and max_grad_norm, and for every option that was set."""
     options = stepper.options
     chosen = {backends.describe(param, options): None for param in params}
     shown: dict[str, object] = {
@@ -71,23 +71,23 @@ def options_in_use(stepper: Stepper, params: Sequence[Tensor]) -> str:
 
 
 class ClippedSteps(Observer):
-    """Counts the steps that clipped, and all that might have.
+    """Counts the steps that were clipped, and all steps that were taken with `max_grad_norm`.
 
-    The counts are numbers for steps on a CPU, where there is nothing to wait for and tensor operations would take half
-    as long as a small step; else tensors.
+    On a CPU the counts are numbers: there is nothing to wait for, and tensor operations would take half as long as a
+    small step. On other devices they are tensors.
     """
 
     _has_warned = False
 
     def __init__(self) -> None:
         self._clipped = self._all = 0
-        self._on_device: Tensor | None = None  # both again; a CUDA graph increases them in each replay
+        self._on_device: Tensor | None = None  # both counts; a CUDA graph increases them in each replay
 
     def concerns(self, groups: Groups, options: Options) -> bool:
         return options.max_grad_norm is not None
 
     def note(self, step: Step) -> None:
-        """Counts a step, unless it was skipped. One in several calls counts once."""
+        """Counts a step, unless it was skipped. A step that takes several calls counts once."""
         if step.is_continued:
             return
         results, max_grad_norm = step.results, step.gate.max_grad_norm or math.inf
@@ -117,8 +117,8 @@ class ClippedSteps(Observer):
     def metrics(self, options: Options, groups: Groups) -> dict[str, float]:
         """Returns the share of clipped steps, NaN before the first. Waits for the device.
 
-        Warns, once, where clipping leaves nothing of the schedule: if all steps were clipped, all had the same gradient
-        norm, so the schedule divided by a constant. Steps of calibration decay as AdamW's by intention.
+        Warns, once, if clipping makes the schedule constant: if all steps were clipped, all had the same gradient norm,
+        so the schedule divided by a constant. There is no warning during calibration, which decays as AdamW on purpose.
         """
         if options.max_grad_norm is None:
             return {}
@@ -138,7 +138,7 @@ class ClippedSteps(Observer):
 
 
 def sums_of_last_step(stepper: Stepper, groups: Groups, state: State) -> dict[int, Tensor]:
-    """Returns the sums of v by the ids of parameters; none if the last step's are not those of the present state."""
+    """Returns the sum of v of each parameter, by its id. Empty if the last step's sums do not fit the present state."""
     snapshot, values = stepper.latest, stepper.values
     if values is None or not values.hold(groups):
         values = stepper.new_values(groups)
@@ -150,14 +150,14 @@ def sums_of_last_step(stepper: Stepper, groups: Groups, state: State) -> dict[in
     for bucket in snapshot.buckets:
         if bucket.copies_steps:
             bucket.begin()
-        # Not `known_sums`, which would keep them: Triton's backend has them in another form.
+        # Not `known_sums`, which would keep these sums in the bucket: Triton's backend has another form for them.
         by_tensor = bucket.backend.exp_avg_sq_sums(bucket) if bucket.sums is None else bucket.sums
         sums.update(zip((id(params[number]) for number in bucket.numbers), by_tensor.unbind(), strict=True))
     return sums
 
 
 def rms_by_param(stepper: Stepper, groups: Groups, state: State) -> dict[str | int, float]:
-    """Returns the root of the mean of v^ of each parameter that has taken a step. Waits for the device."""
+    """Returns for each parameter that has taken a step the root of its mean of v^. Waits for the device."""
     pairs = [(param, group) for group in groups for param in group["params"]]
     device = pairs[0][0].device
     rows = torch.zeros(len(pairs), 2, dtype=scalar_dtype(device), device=device)  # the sum of v^, and its elements

@@ -19,13 +19,13 @@ from swd_fused.user_warning import warn_user
 
 Group = Mapping[str, Any]
 
-# Below this a bfloat16 weight of 0.02 and more stays where it is: it resolves 1/256 of itself, and a step moves it by
-# about lr. At 1e-5 it was 3% of a small language model's weights that moved.
+# Below this lr, bfloat16 weights of 0.02 and more do not change: a weight resolves 1/256 of itself, and a step moves it
+# by about lr. At 1e-5 only 3% of a small language model's weights moved.
 SMALL_LR_FOR_BFLOAT16 = 1e-4
 
 
 def checked_defaults(arguments: Mapping[str, Any], decay: Decay) -> dict[str, Any]:
-    """Returns what groups have that do not say otherwise."""
+    """Returns the checked defaults of the options that a group may set."""
     defaults = {name: arguments.get(name, default) for name, default in GROUP_DEFAULTS.items()}
     defaults["decay"] = decay
     if defaults["weight_decay"] is None:
@@ -37,7 +37,7 @@ def checked_defaults(arguments: Mapping[str, Any], decay: Decay) -> dict[str, An
 
 
 def new_group(group: dict[str, Any], defaults: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Returns a group as torch is to add it, after checking it."""
+    """Checks a group, and returns it in the form in which torch adds it."""
     whole = {**defaults, **group}
     check_group(whole, defaults["decay"])
     params = group["params"]
@@ -49,16 +49,16 @@ def new_group(group: dict[str, Any], defaults: Mapping[str, Any], options: Optio
     tensors = [param for param in named_or_not if isinstance(param, Tensor)]  # torch refuses anything else
     check_params(tensors, "one group")
     for param in tensors:
-        backends.choose(param, options)  # refuses one that cannot serve
+        backends.choose(param, options)  # raises if the backend cannot step it
     group = {**group, "params": params, **calibration_of(whole)}
-    group.pop("decoupled_weight_decay", None)  # in a state dict it would say that torch's AdamW saved it
+    group.pop("decoupled_weight_decay", None)  # in a state dict it would mean that torch's AdamW saved it
     if "process_group" in group:
         group["process_group"] = ShardedOver.checked(group["process_group"])
     return group
 
 
 def check_all(options: Options, defaults: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Refuses AdamW's decay where no group decays, and warns if bfloat16 parameters are too coarse for their lr."""
+    """Refuses an optimizer per tensor, and AdamW's decay if no group decays. Warns if lr is too small for bfloat16."""
     if options.uses_sums:
         refuse_tensor_alone(options.shared_sum)
     if defaults["adamw_weight_decay"] and not any(group["adamw_weight_decay"] for group in groups):

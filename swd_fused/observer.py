@@ -1,4 +1,4 @@
-"""The base class of everything that is told of finished steps."""
+"""The base class of observers, which are told of finished steps."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Groups = Sequence[dict[str, Any]]
 
 
 class Observer:
-    """Is told of finished steps, and may warn or change groups before the next one."""
+    """Observes finished steps, and may warn or change groups before the next one."""
 
-    needs_small_mean = False  # whether steps whose mean calls for no warning need not be told
+    needs_small_mean = False  # whether `note` is needed only for steps whose mean is small enough for a warning
     is_due = False  # whether `speak` has something to do
 
     def concerns(self, groups: Groups, options: Any) -> bool:
-        """Returns whether to be told of steps with these groups and options."""
+        """Returns whether to observe steps with these groups and options."""
         raise NotImplementedError
 
     def speak(self, groups: Groups) -> None:
         """Warns, or changes groups, before a step that has written nothing yet."""
 
     def note(self, step: Step) -> None:
-        """Takes up a step that has been taken or skipped."""
+        """Notes a step that has been taken or skipped."""
 
     def refuse_capture(self, step: Step) -> None:
-        """Raises if a step that it is to be told of cannot be captured in a CUDA graph."""
+        """Raises if a step that this observes cannot be captured in a CUDA graph."""
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Forgets the steps so far. `entries` are the defaults and the groups; `is_fresh` says that training begins."""

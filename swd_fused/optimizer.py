@@ -1,4 +1,4 @@
-"""FusedAdamS: arguments, and the ways to call a step. How it is taken is in core/step.py."""
+"""FusedAdamS: its arguments, its state, and the ways to call a step. core/step.py takes the step."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from swd_fused.outliers import OutlierWatch
 from swd_fused.state.weights import master_of, refuse_exchanged
 
 ORDINARY_CALL = StepCall()
-SCALING = {"grad_scale", "found_inf"}  # which GradScaler sets for a step
+SCALING = {"grad_scale", "found_inf"}  # attributes that GradScaler sets for a step
 
 
 class FusedAdamS(Optimizer):
     """Adam with Scheduled Weight Decay: Adam whose decoupled weight decay is divided by the model's rms gradient.
 
-    Takes the place of `torch.optim.AdamW`. `weight_decay` is not AdamW's: it acts like `weight_decay / rms gradient`
-    there. Pass AdamW's value as `adamw_weight_decay`.
+    It replaces `torch.optim.AdamW`, but its `weight_decay` is not AdamW's: it acts as `weight_decay / rms gradient`
+    would there. Pass AdamW's value as `adamw_weight_decay`.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. One schedule covers all
@@ -57,39 +57,39 @@ class FusedAdamS(Optimizer):
         lr: learning rate, a number or a tensor with one element.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominators, including the schedule's.
-        weight_decay: the paper's lambda, which is divided by the model's rms gradient. None is 5e-4, the paper's; for
-            the other kinds of `decay` it is that of torch's AdamW (0.01) and Adam (0).
+        weight_decay: the paper's lambda, which is divided by the model's rms gradient. None is 5e-4, the paper's value;
+            with decay="decoupled" it is 0.01, as in torch's AdamW, with "l2" 0, as in Adam, with "independent" 1e-5.
         amsgrad: the paper's AMSGradS.
         maximize: ascend instead of descend.
 
         max_grad_norm: clip the gradients' global norm within the step. `param.grad` is left as it is.
         skip_nonfinite: a step whose gradient norm is not finite changes nothing and is counted in `skipped_steps`.
         outliers: "skip" steps whose gradient norm stands out from the recent ones, or "clip" their gradients.
-        outlier_sigma: by how many standard deviations a norm stands out.
+        outlier_sigma: how many standard deviations above the mean a norm must be to stand out.
 
-        max_decay: no step removes more than this share of a weight. Where it binds a warning says so, once.
+        max_decay: no step removes more than this share of a weight. The first time it limits a step, a warning says so.
         schedule: "exact", or "lagged", which uses the mean of the step before and reads memory once, not twice.
-        adamw_weight_decay: AdamW's, in place of `weight_decay`: the first `calibration_steps` decay as AdamW's would,
-            and the schedule continues from there. Groups with `weight_decay=0` do not decay.
-        calibration_steps: 100 by default. The warm-up is a good choice.
-        decay: "scheduled", the paper's; without a schedule "decoupled", AdamW's; "independent" of the learning rate's
-            size, which removes weight_decay * lr / largest lr of a weight; or "l2", Adam's. See docs/weight-decay.md.
+        adamw_weight_decay: AdamW's value, in place of `weight_decay`. The first `calibration_steps` decay as AdamW
+            would, and the schedule continues from there. Groups with `weight_decay=0` do not decay.
+        calibration_steps: 100 by default. The length of the warm-up is a good choice.
+        decay: "scheduled" is the paper's; the others have no schedule. "decoupled" is AdamW's, "l2" is Adam's, and
+            "independent" removes weight_decay * lr / largest lr of a weight in a step. See docs/weight-decay.md.
         corrected_decay: multiply the decay by lr / largest lr. With "decoupled" that is AdamC.
         cautious_decay: decay only weights that the update does not move away from zero.
-        largest_lr: the learning rate's peak. None is the largest so far, kept in groups: `largest_lr_so_far=`.
+        largest_lr: the learning rate's peak. None is the largest so far, kept in groups as `largest_lr_so_far`.
 
-        master_weights: update float32 masters of 16-bit parameters; the state has float16's, and what bfloat16's lack.
+        master_weights: update float32 masters of 16-bit parameters. For bfloat16 the state has the 16 missing bits.
         stochastic_rounding: round bfloat16 parameters up or down stochastically, so that small updates are not lost.
-        seed: of stochastic rounding. The same seed gives the same bits.
+        seed: the seed of stochastic rounding. The same seed gives the same bits.
         state_dtype: "8bit" keeps both moments in 8 bits, except those of small tensors; torch.bfloat16 or torch.float16
             is for the first moment only. By default moments are float32, or float64 for float64 parameters.
 
-        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`: a step brings
-            it nearer to each weight that it updates by a share of 1 - ema_decay.
+        ema_decay: keep an exponential average of the weights, for `averaged_params` and `copy_averages`. Each step
+            moves the average of an updated weight towards it by a share of 1 - ema_decay.
         ema_warmup: use min(ema_decay, (1 + t) / (10 + t)) in a parameter's step t, to forget the first weights soon.
 
-        process_group: the ranks to sum over, where plain tensors are shards or differ by rank. DTensors know theirs.
-        total_numel: number of elements of the whole model, where shards are padded.
+        process_group: the ranks to sum over, if plain tensors are shards or differ by rank. DTensors know their ranks.
+        total_numel: number of elements of the whole model, if shards are padded.
         backend: "cpu" (C++), "triton" (CUDA, ROCm), "torch" (any device), or "auto", the best; `repr` names it.
         compatibility: keywords of torch's Adam and of apex's FusedAdam, see `swd_fused.options.Compatibility`.
     """
@@ -144,7 +144,7 @@ class FusedAdamS(Optimizer):
         backend: BackendName = "auto",
         **compatibility: Unpack[Compatibility],
     ) -> None:
-        arguments = {**locals(), **compatibility}  # by name, so that nobody who adds an option lists it here as well
+        arguments = {**locals(), **compatibility}  # by name: a new option needs no mention here
         options = asked_options(arguments)
         self._new_stepper(options, ShardedOver.checked(process_group), ClippedSteps())
         self.grad_sumsq_provider = None
@@ -166,9 +166,9 @@ class FusedAdamS(Optimizer):
             self._gradient_release.watch(self.param_groups, self.state)
 
     def use(self, options: Options, changed: str) -> None:
-        """Obeys checked options from the next step on. `changed` is the name of the one that is new."""
+        """Sets checked options for the next steps. `changed` is the name of the one that is new."""
         for param in self.numbered_params():
-            backends.choose(param, options)  # refuses one that cannot serve
+            backends.choose(param, options)  # raises if the backend cannot step this parameter
         if self._gradient_release is not None and not self._gradient_release.has_ended:
             self._gradient_release.check_change(changed, getattr(options, changed), options)
         self._stepper.set_options(options)
@@ -190,9 +190,9 @@ class FusedAdamS(Optimizer):
         grad_sumsq: float | Tensor | None = None,
         numel: int | None = None,
     ) -> Any:
-        """Takes a step. `grad_sumsq`, if known, saves the pass over the gradients: the sum of the squares of all that
-        is in `.grad`, on all ranks, as its norm before `max_grad_norm` clips. Together with `numel`, its number of
-        elements, a call may step some of the parameters only, and ranks need not communicate.
+        """Takes a step. Passing `grad_sumsq` saves the pass over the gradients: it is the sum of the squares of all
+        elements in `.grad`, on all ranks, before `max_grad_norm` clips. With `numel`, the number of these elements, a
+        call may step only some of the parameters, and ranks need not communicate.
         """
         # torch's own wrapper around `step` takes 9 us to find that there are neither hooks nor a profiler.
         if (
@@ -224,7 +224,7 @@ class FusedAdamS(Optimizer):
             return loss
         had_grad = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its 2 us
+            torch._C._set_grad_enabled(False)  # as torch.no_grad does, in a tenth of its 2 us
             if grad_sumsq is None:
                 if numel is not None:
                     raise ValueError(
@@ -247,17 +247,17 @@ class FusedAdamS(Optimizer):
 
     _step_with_hooks = Optimizer.profile_hook_step(_step)
 
-    # torch.compile cannot trace process groups and the local parts of DTensors: a compiled step runs this as it is.
-    # torch.compiler.disable would do the same, and make every import of the package three seconds longer.
+    # torch.compile cannot trace process groups and the local parts of DTensors, so a compiled step runs this untraced.
+    # torch.compiler.disable would do the same, but makes every import of the package three seconds longer.
     _untraced_step = _disable_dynamo(_step)
 
     def release_gradients(self) -> GradientRelease:
         """Steps each parameter in the backward pass, when its gradient is complete, and frees the gradient.
 
         The result is the same bit for bit, and `step()` ends the step as before. Scheduled decay needs
-        `schedule="lagged"`: its first step, which is exact, keeps gradients until `step()`, and may round its mean
+        `schedule="lagged"`. Its first step is exact, so it keeps gradients until `step()`, and may round its mean
         differently in the last bits. Hyper-parameters are read in the backward pass. `remove()` of the returned object
-        ends gradient release. It excludes clipping, GradScaler, and DistributedDataParallel, which reduces too late.
+        ends gradient release. Clipping, GradScaler and DistributedDataParallel, which reduces too late, are refused.
         """
         if "_stepper" not in self.__dict__:
             return unwrapped(self).release_gradients()
@@ -270,7 +270,7 @@ class FusedAdamS(Optimizer):
         return nullcontext() if self._gradient_release is None else self._gradient_release.accumulating()
 
     def sum_over(self, sharded_over: ShardedOver) -> None:
-        """Sets `process_group` afterwards, for wrappers that make it."""
+        """Sets `process_group` after construction, for wrappers that make the group."""
         self._stepper.sharded_over = ShardedOver.checked(sharded_over)
         self._stepper.forget()
 
@@ -284,7 +284,7 @@ class FusedAdamS(Optimizer):
     def __repr__(self) -> str:
         options = metrics.options_in_use(self._stepper, self.numbered_params())
         asked, steps = self.defaults["adamw_weight_decay"], self.defaults["calibration_steps"]
-        if asked is not None:  # groups forget it when their calibration ends
+        if asked is not None:  # groups drop `adamw_weight_decay` when their calibration ends
             options += f"\nadamw_weight_decay: {asked}, for {steps} steps"
         return super().__repr__().replace("(", f"(\n{options}", 1)
 
@@ -294,8 +294,8 @@ class FusedAdamS(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as torch's optimizers do: tensors are not copied, and later steps change them.
 
-        The groups' `weight_decay` is of the kind that their `decay` names. The schedule's is the paper's lambda, far
-        too small for an AdamW: give that `effective_weight_decay()`, see docs/migrating.md.
+        Each group's `weight_decay` belongs to the kind of decay that its `decay` names. With "scheduled" it is the
+        paper's lambda, far too small for AdamW: pass AdamW `effective_weight_decay()`, see docs/migrating.md.
         """
         refuse_exchanged(self.state, "state_dict()")
         self._calibration.speak(self.param_groups)
@@ -303,7 +303,7 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies a state dict: this optimizer's, or one of torch.optim.Adam, AdamW or another library's FusedAdam.
+        """Loads a copy of a state dict: FusedAdamS's, torch.optim.Adam's or AdamW's, or another library's FusedAdam's.
 
         If it was saved with another kind of decay, this optimizer's decay stays as it is, and a warning says so.
         """
@@ -330,7 +330,7 @@ class FusedAdamS(Optimizer):
 
     @_disable_dynamo
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes up a pickled or copied optimizer; or groups and state that are loaded, which may be some keys only."""
+        """Restores a pickled or copied optimizer. Loading passes only some of its keys: groups and state."""
         state = state.copy()
         last = None
         if "_stepper" not in self.__dict__:
@@ -339,14 +339,14 @@ class FusedAdamS(Optimizer):
             self._stepper.skipped_steps = skipped_steps
         super().__setstate__(state)
         checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
-        # Accelerate loads the state of a new optimizer into itself: training still begins there.
+        # Accelerate loads a new optimizer's own, empty state into it: training still begins there.
         self._stepper.restart(last, (self.defaults, *self.param_groups), is_fresh=not self.state)
         if self._gradient_release is not None:
             self._gradient_release.begun = None
             self._gradient_release.watch(self.param_groups, self.state)
 
     def master_param(self, param: Tensor) -> Tensor:
-        """Returns the float32 master of a parameter, for export: the parameter itself if it has none."""
+        """Returns a parameter's float32 master, for export, or the parameter itself if it has no master."""
         return master_of(param, self.state.get(param) or {})
 
     # --- Averages of weights, see docs/averages.md
@@ -355,18 +355,18 @@ class FusedAdamS(Optimizer):
     def averaged_params(self) -> AbstractContextManager[None]:
         """Returns a context in which parameters have the values of their averages, to evaluate or save the model.
 
-        Weights and averages are exchanged in place, masters too, and back at the end, whatever is raised. Enter it on
-        all ranks. Within it no step can be taken, nor the optimizer's state saved or loaded.
+        Weights, masters too, are exchanged with averages in place, and back at the end, even after an exception. Enter
+        it on all ranks. Within it, steps are refused, and so is saving or loading the optimizer's state.
         """
         return averages.exchanged(unwrapped(self))
 
     @_disable_dynamo
     def copy_averages(self, target: torch.nn.Module | Iterable[Tensor]) -> None:
-        """Copies averages into a copy of the model, whose parameters are found by their names, or into as many tensors
-        as this optimizer has parameters, in its order.
+        """Copies averages into a copy of the model, matching parameters by name, or into tensors, one for each of the
+        optimizer's parameters, in its order.
 
-        A parameter without an average gives its weight. Plain tensors get whole parameters, for which all ranks must
-        call this. Buffers are not parameters, and stay as they are.
+        The weight is copied for a parameter without an average. Plain tensors get whole parameters, for which all ranks
+        must call this. Buffers are not parameters, and stay as they are.
         """
         averages.copy_to(target, self)
 
@@ -384,13 +384,14 @@ class FusedAdamS(Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps have changed nothing: a zero-dimensional tensor of int64."""
+        """The number of skipped steps, which have changed nothing: a zero-dimensional tensor of int64."""
         return self._stepper.skipped_steps
 
     def effective_weight_decay(self) -> list[float]:
-        """Returns for each group the `weight_decay` with which AdamW would shrink the weights as much as this does now.
+        """Returns for each group the `weight_decay` with which AdamW would shrink its weights as much as this does now.
 
-        Uses the mean of the last step, NaN before it. Holds where `cautious_decay` decays. Waits for the device.
+        Uses the last step's mean; NaN before the first. With `cautious_decay` it is that of the weights that decay.
+        Waits for the device.
         """
         self._calibration.speak(self.param_groups)
         return metrics.effective_weight_decay(self.param_groups, self.exp_avg_sq_mean)
@@ -398,8 +399,8 @@ class FusedAdamS(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Returns the last step's numbers for a log. Waits for the device.
 
-        `grad_norm` is the norm before clipping, `rms_grad` the root of the schedule's mean. For each group, by its
-        `name` or index, `effective_weight_decay/<group>` is AdamW's that would shrink as much, and
+        `grad_norm` is the norm before clipping, `rms_grad` the root of the schedule's mean. `<group>` is a group's
+        `name` or index: `effective_weight_decay/<group>` is the AdamW value that would shrink its weights as much, and
         `decay_timescale/<group>` the steps in which decay alone would leave 1/e of a weight. `skipped_steps` and
         `clipped_share` (with `max_grad_norm`) cover the steps since this optimizer was made, `outlier_share` (with
         `outliers`) those since training began. A norm above `outlier_threshold` would stand out now.
@@ -412,9 +413,9 @@ class FusedAdamS(Optimizer):
     def rms_grads(self) -> dict[str | int, float]:
         """Returns the rms gradient of each parameter, by its name if parameters were passed with names, else by number.
 
-        It is the root of the mean of v^, Adam's bias-corrected second moment, so an average over the last steps of
-        gradients as they were used, clipped. Parameters that have taken no step are left out. The last step has left
-        the sums, so this reads memory only after state was loaded or written to. It covers all shards of DTensors, so
-        all ranks must call it, but only the local part of plain tensors. Waits for the device.
+        It is the root of the mean of v^, Adam's bias-corrected second moment: an average over recent steps of gradients
+        as they were used, after clipping. Parameters that have taken no step are left out. The last step has left the
+        sums, so this reads memory only after state was loaded or written to. It covers all shards of DTensors, so all
+        ranks must call it, but only the local part of plain tensors. Waits for the device.
         """
         return metrics.rms_by_param(self._stepper, self.param_groups, self.state)

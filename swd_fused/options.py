@@ -1,7 +1,7 @@
-"""The options: one table of those that parameter groups have, and one of those that hold for the whole optimizer.
+"""Two tables of options: one for options that parameter groups have, one for those of the whole optimizer.
 
-An option is a line there: its name, its type with the check of its values, and its default. The options of the decay
-are lines in decay/kinds.py. The constructor has the option as a keyword; all else follows from the line.
+An option is one line in a table: its name, its type with the check of its values, and its default. The options of the
+decay are lines in decay/kinds.py. The constructor has each option as a keyword; everything else follows from the line.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Schedule = Literal["exact", "lagged"]
 BackendName = Literal["auto", "cpu", "triton", "torch"]
 Outliers = Literal["skip", "clip"] | None
 
-# How moments are stored. "8bit" is for both of them, a dtype for the first one.
+# How moments are stored: "8bit" holds for both of them, a dtype for the first one only.
 StateDtype = torch.dtype | Literal["8bit"] | None
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, "8bit")
 
-# The key of float32 master weights in the state; TransformerEngine's is the same. And that of what they are beside
-# bfloat16 parameters.
+# The state's key of float32 master weights, the same as TransformerEngine's; and the key of the 16 bits that complete a
+# bfloat16 parameter to its master.
 MASTER = "master_param"
 REMAINDER = "master_remainder"
 
-# Schedulers that end at zero miss it by a rounding error: LinearLR gives -1.9e-20. Treated as zero.
+# Schedulers that end at zero miss it by a rounding error: LinearLR gives -1.9e-20. Such values count as zero.
 LR_ROUNDING = 1e-12
 
 
@@ -43,7 +43,7 @@ LR_ROUNDING = 1e-12
 
 
 def is_beta(value: object) -> bool:
-    """Reads tensors: whoever takes betas as numbers does so too."""
+    """Returns whether a value can be a beta. Reads a tensor's value, as steps do later."""
     if isinstance(value, Tensor):
         return is_one_float(value) and 0 <= float(value.detach()) < 1
     return is_number(value) and 0 <= value < 1
@@ -78,7 +78,7 @@ TOTAL_NUMEL = Check(lambda numel: is_whole(numel, 1), "a whole number > 0, or No
 class GroupOptions(NamedTuple):
     """The options that a parameter group may set for itself, besides `DecayOptions`."""
 
-    # No default, since a group without it has the optimizer's; `ShardedOver` checks it.
+    # No default: a group without it has the optimizer's process group. `ShardedOver` checks it.
     process_group: object
     lr: Annotated[float | Tensor, ONE_IF_TENSOR, FINITE_IF_NUMBER] = 1e-3
     betas: Annotated[tuple[float | Tensor, float | Tensor], BETAS] = (0.9, 0.999)
@@ -92,9 +92,9 @@ class GroupOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options that hold for the whole optimizer. Another value is another object, which descriptions notice.
+    """The options that hold for the whole optimizer. A changed value makes a new object, by which snapshots notice it.
 
-    Pickles have them by position: new ones come last.
+    Pickles have the options by position, so new ones come last.
     """
 
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
@@ -106,13 +106,13 @@ class Options(NamedTuple):
     schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "exact"
     total_numel: Annotated[int | None, TOTAL_NUMEL.or_none()] = None
     backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
-    # Gone since 0.3, and always False: pickles of 0.2 have its place.
+    # Removed in 0.3, and always False: it keeps its position for pickles of 0.2.
     offload: Annotated[bool, FLAG] = False
     outliers: Annotated[Outliers, one_of("skip", "clip", None)] = None
     outlier_sigma: Annotated[float, OUTLIER_SIGMA] = 6.0
 
     def of_tensors(self) -> Options:
-        """Returns what descriptions of tensors depend on: all but what a step's call is told."""
+        """Returns the options with defaults for those on which the snapshot of a step's tensors does not depend."""
         return self._replace(max_grad_norm=None, schedule="exact", outliers=None, outlier_sigma=6.0)
 
     def master_key(self, param_dtype: torch.dtype) -> str | None:
@@ -122,23 +122,23 @@ class Options(NamedTuple):
 
     @property
     def needs_one_pass(self) -> bool:
-        """Whether the update needs nothing that all gradients of this step decide."""
+        """Whether a step needs one pass only: its update depends on no sum over all gradients of this step."""
         return self.schedule == "lagged" or not self.uses_sums
 
     @property
     def uses_sums(self) -> bool:
-        """Whether a step depends on anything but its own elements: the mean, or the norm of all gradients."""
+        """Whether updates depend on sums over all elements: for the schedule's mean, or for the gradients' norm."""
         return self.decay == "scheduled" or self.needs_norm is not None
 
     @property
     def needs_norm(self) -> str | None:
-        """The first option that needs the norm of all gradients before the update, as it was set."""
+        """The first option, as "name=value", that needs the norm of all gradients before the update."""
         values = {name: getattr(self, name) for name in ("max_grad_norm", "skip_nonfinite", "outliers")}
         return next((f"{name}={value!r}" for name, value in values.items() if value), None)
 
     @property
     def shared_sum(self) -> str:
-        """The name of that sum, for messages."""
+        """The name of the quantity that needs sums over all ranks, for messages."""
         return "the schedule's mean" if self.decay == "scheduled" else "the gradients' norm"
 
 
@@ -164,11 +164,11 @@ GROUP_DEFAULTS = {**GroupOptions._field_defaults, **DecayOptions._field_defaults
 GLOBAL_OPTIONS = (*Options._fields, "adam_w_mode")
 KNOWN_KEYS = {"params", *GROUP_OPTIONS}
 
-# Names of options elsewhere, which are too short to be taken for misspelt ones.
+# Names that other libraries use for these options, which the comparison of spellings would not find.
 MEANT = {"learning_rate": "lr", "wd": "weight_decay", "adamw_wd": "adamw_weight_decay", "ema": "ema_decay"}
 
-# How alike two names are for one to be taken for a misspelling of the other: "weigth_decay" and "maximise" are, but
-# not "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
+# The similarity from which a name counts as a misspelling of another. "weigth_decay" and "maximise" reach it, but not
+# "weight_decay_mult", "lr_scale" or "beta1", which scripts and frameworks keep in their groups.
 MISSPELLING = 0.85
 
 
@@ -182,7 +182,7 @@ GLOBAL_CHECKS, COMPATIBILITY_CHECKS = checks_in(Options), checks_in(Compatibilit
 
 
 def check_values(all_checks: Mapping[str, tuple[Check, ...]], values: Mapping[str, Any]) -> None:
-    """Checks values, each by itself."""
+    """Checks each value by itself."""
     for name, its_checks in all_checks.items():
         for check in its_checks:
             check.require(name, values[name])
@@ -192,7 +192,7 @@ def check_values(all_checks: Mapping[str, tuple[Check, ...]], values: Mapping[st
 
 
 def check_tensor_lr(lr: Tensor) -> None:
-    """Reads a learning rate that is a tensor, and refuses nonsense."""
+    """Raises if a learning rate that is a tensor is negative or not finite. Reads its value."""
     if not -LR_ROUNDING <= float(lr.detach()) < math.inf:
         raise ValueError(message("lr", lr, FINITE.wanted))
 
@@ -219,7 +219,7 @@ def check_group(group: Mapping[str, Any], decay: Decay) -> None:
     check_combination(group)
 
 
-@cache  # comparing names takes long, and a group is looked at whenever one of its entries has changed
+@cache  # comparing names takes long, and a group is checked whenever one of its entries has changed
 def _did_you_mean(name: str) -> str:
     close = get_close_matches(MEANT.get(name, str(name)), (*GROUP_OPTIONS, *GLOBAL_OPTIONS), n=1, cutoff=MISSPELLING)
     return f" Did you mean {close[0]}?" if close else ""
@@ -243,7 +243,7 @@ def refuse_unsupported(keywords: Mapping[str, Any]) -> None:
 
 
 def asked_options(arguments: Mapping[str, Any]) -> Options:
-    """Returns what the constructor's arguments ask for of the optimizer as a whole."""
+    """Returns the options of the whole optimizer from the constructor's arguments."""
     for name, value in arguments["compatibility"].items():
         if name not in COMPATIBILITY_CHECKS:
             raise TypeError(f"FusedAdamS got an unknown argument {name}={value!r}.{_did_you_mean(name)}")
@@ -251,12 +251,12 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
             check.require(name, value)
     refuse_unsupported(arguments["compatibility"])
     decay: Decay = arguments["decay"] if arguments.get("adam_w_mode", True) else "l2"
-    names = set(Options._fields) - {"offload"}  # it is refused with the other keywords
+    names = set(Options._fields) - {"offload"}  # `refuse_unsupported` refuses it
     return checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
 
 
 def checked(options: Options) -> Options:
-    """Returns the options after checking each of them, and all of them together."""
+    """Returns the options after checking each by itself and all in combination."""
     check_values(GLOBAL_CHECKS, options._asdict())
     if options.master_weights and options.stochastic_rounding:
         raise ValueError(
@@ -273,7 +273,7 @@ def checked(options: Options) -> Options:
 
 
 class Setting:
-    """An option of the whole optimizer as an attribute, which is obeyed from the next step on."""
+    """Makes an option of the whole optimizer an attribute. A value set there holds from the next step on."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -286,8 +286,8 @@ class Setting:
 
 
 def unwrapped(optimizer: FusedAdamS) -> FusedAdamS:
-    """Returns the optimizer itself where a wrapper poses as one: Lightning Fabric's is of a subclass, and has none of
-    its attributes."""
+    """Returns the optimizer within wrappers that pose as one: Lightning Fabric's is an instance of a subclass, but
+    lacks the optimizer's attributes."""
     while "_stepper" not in optimizer.__dict__ and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,12 +1,12 @@
-"""Steps whose gradient norm stands out from those of the steps before: skipped, or clipped by ZClip's reciprocal rule.
+"""Skips steps whose gradient norm stands out from earlier ones, or clips them by ZClip's reciprocal rule.
 
-    z = (norm - mean) / deviation, of the norms of steps that were taken
+    z = (norm - mean) / deviation, with mean and deviation of the norms of steps that were taken
     "skip":  where z > sigma the step changes nothing
     "clip":  where z > sigma gradients are clipped to mean + sigma^2 / z * deviation (arXiv 2504.02507)
 
-Everything is done by zero-dimensional tensors on the device, between pass 1 and pass 2. What is carried from step to
-step is one tensor in the first parameter group, updated in place: so it is saved and loaded with the group, and a CUDA
-graph advances it in each replay.
+Everything is computed with zero-dimensional tensors on the device, between pass 1 and pass 2. The carried numbers are
+one tensor in the first parameter group, updated in place. So they are saved and loaded with the group, and a CUDA graph
+advances them in each replay.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from swd_fused.core.sources import Source
     from swd_fused.core.step import Step
 
-KEY = "norm_statistics"  # of the carried numbers, in the first group
+KEY = "norm_statistics"  # the first group's entry with the carried numbers
 
-# ZClip's: the first steps only measure, by plain averages. Then a new norm has this weight.
+# As in ZClip: the first steps only measure, by plain averages. After them a new norm has this weight.
 MEASURED_STEPS = 25
 WEIGHT = 0.03
 
 # A model that has moved to another regime would never train again if all its steps were skipped.
 MOST_SKIPS_IN_A_ROW = 10
 
-# Of the mean. Norms that differ by rounding only, as those of gradients that were clipped before, do not stand out.
+# A share of the mean. Norms that differ by rounding only, as after clipping by the user, do not stand out.
 LEAST_DEVIATION = 1e-6
 
 
@@ -47,17 +47,17 @@ class Norms(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    counted: Tensor  # norms that these two are of
+    counted: Tensor  # how many norms mean and variance cover
     skips_in_a_row: Tensor
     outliers: Tensor
     steps: Tensor  # all that were judged
 
     def reach(self, sigma: float) -> Tensor:
-        """Returns how far above the mean a norm does not stand out yet."""
+        """Returns the largest distance above the mean at which a norm does not stand out."""
         return sigma * self.variance.sqrt().add(self.mean, alpha=LEAST_DEVIATION)
 
     def judgement(self, norm: Tensor, options: Options) -> Judgement:
-        """Decides about a step by its norm. One that is not finite does not stand out."""
+        """Decides about a step by its norm. A norm that is not finite does not stand out."""
         excess, reach = norm - self.mean, self.reach(options.outlier_sigma)
         is_outlier = (excess > reach) & (norm < math.inf) & (self.counted >= MEASURED_STEPS)
         if options.outliers == "skip":
@@ -73,7 +73,7 @@ class Norms(NamedTuple):
         is_measured = counted <= MEASURED_STEPS
         weight = ~skips * torch.where(is_measured, counted.reciprocal(), WEIGHT)
         mean = self.mean.lerp(norm, weight)
-        # From both means it is exact for plain averages (Welford's), from the new one it is ZClip's.
+        # With the old and the new mean it is Welford's, exact for plain averages; with the new one twice it is ZClip's.
         square = (norm - mean) * (norm - torch.where(is_measured, self.mean, mean))
         variance = self.variance.lerp(square, weight)
         in_a_row = (self.skips_in_a_row + 1) * skips
@@ -81,7 +81,7 @@ class Norms(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Holds what was decided about a step."""
+    """Holds the decision about a step."""
 
     norm: Tensor  # after clipping
     is_outlier: Tensor
@@ -93,13 +93,13 @@ class OutlierGate(Gate):
     """A gate that also skips or clips steps that stand out."""
 
     watch: OutlierWatch
-    source: Source  # and the next of the step, which would be kept in a cycle of references
+    source: Source  # not the step, which refers to its gate: the cycle would keep both alive
     groups: Groups
     judgement: Judgement | None = None
-    skips_anyway: Tensor | None = None  # for another reason
+    skips_anyway: Tensor | None = None  # whether the step is skipped for another reason
 
     def judged(self, grad_sq: Tensor | None) -> Judgement:
-        """Decides once about a step, also if several calls take it: the first of them has counted its norm already."""
+        """Decides once about a step, even if several calls take it: the first call has counted its norm already."""
         assert grad_sq is not None, "it needs pass 1 or the caller's sum"
         if self.judgement is None:
             begun = self.watch.latest if self.source.continues else None
@@ -120,7 +120,7 @@ class OutlierGate(Gate):
 
 
 class OutlierWatch(Observer):
-    """Judges steps by their norms, and counts those that were taken: makes the steps' gates, and observes steps."""
+    """Makes the gates that judge steps by their norms, and observes steps to update the carried numbers."""
 
     def __init__(self) -> None:
         self.options = Options()
@@ -128,7 +128,7 @@ class OutlierWatch(Observer):
         self._numbers: Tensor | None = None
 
     def gate(self, step: Step) -> Gate:
-        """Returns a step's gate. Where outliers are skipped, norms that are not finite are as well."""
+        """Returns a step's gate. With outliers="skip", steps whose norm is not finite are skipped as well."""
         gate = OutlierGate(*step.gate)
         if self.options.outliers == "skip":
             gate = gate._replace(skip_nonfinite=True, may_skip=True)
@@ -142,7 +142,7 @@ class OutlierWatch(Observer):
         return Norms(*numbers.unbind()).judgement(norm, self.options)
 
     def _carried(self, groups: Groups, device: torch.device) -> Tensor:
-        """Returns the carried numbers on this device. Wrappers that show one group at a time find the same in each."""
+        """Returns the carried numbers on this device: the same for all groups, if a wrapper shows them one by one."""
         numbers: Tensor | None = groups[0].get(KEY, self._numbers)
         if numbers is None:
             numbers = torch.zeros(len(Norms._fields), dtype=scalar_dtype(device), device=device)
@@ -155,7 +155,7 @@ class OutlierWatch(Observer):
         return numbers
 
     def metrics(self, options: Options, groups: Groups) -> dict[str, float]:
-        """Returns the share of steps that stood out, and the norm above which one would now. Waits for the device."""
+        """Returns the share of steps that stood out, and the norm above which one would stand out now. Waits."""
         if options.outliers is None:
             return {}
         numbers = groups[0].get(KEY, torch.zeros(len(Norms._fields), device="cpu"))
@@ -173,7 +173,7 @@ class OutlierWatch(Observer):
         return options.outliers is not None
 
     def note(self, step: Step) -> None:
-        """Counts a step, unless its norm says nothing: it is not finite, or 0, or the step is skipped anyway."""
+        """Counts a step, unless its norm is 0 or not finite, or the step is skipped for another reason."""
         gate, numbers = step.gate, self._numbers
         if not isinstance(gate, OutlierGate) or gate.judgement is None or numbers is None or step.is_continued:
             return
@@ -191,7 +191,7 @@ class OutlierWatch(Observer):
             raise graphs.first_in_capture("with outliers", "the averages of the norms")
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
-        """Goes on with the loaded numbers. Where none were loaded the group has kept its own, of other steps."""
+        """Continues from loaded numbers. Drops the group's own, from before loading, if none were loaded."""
         for group in entries:
             if self._numbers is not None and group.get(KEY) is self._numbers:
                 del group[KEY]

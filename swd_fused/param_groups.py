@@ -15,7 +15,7 @@ NORMS = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,  # all batch and instance norms
 )
-# Classes and parameters of other libraries, by their names: LlamaRMSNorm, FrozenBatchNorm2d, ViTEmbeddings; bias_ih_l0,
+# Names of classes and parameters in other libraries: LlamaRMSNorm, FrozenBatchNorm2d, ViTEmbeddings; bias_ih_l0,
 # attention_biases, relative_position_bias_table; pos_embed1, rel_pos_h, cls_token, register_tokens, not token_mixer.
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 EMBEDDING_CLASS = re.compile(r"Embeddings?$")
@@ -33,26 +33,26 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for FusedAdamS, or any torch optimizer, in which only matrices decay.
 
-    Biases, the parameters of norms, all scalars and vectors, embeddings, and what a module itself lists in
-    `no_weight_decay()`, as timm's models do, are in a group with `weight_decay=0`. The groups are called "decay" and
+    A group with `weight_decay=0` has biases, the parameters of norms, all scalars and vectors, embeddings, and the
+    parameters that a module lists in `no_weight_decay()`, as timm's models do. The groups are called "decay" and
     "no_decay", have the parameters' names, and are left out if they are empty. A parameter that several modules share
-    is listed once, and does not decay if it must not in one of them: with `decay_embeddings=False` that is the head of
-    a language model which shares its weights with the embedding. Frozen parameters are left out.
+    is listed once, and does not decay if one of them exempts it: with `decay_embeddings=False` this exempts the head of
+    a language model that shares its weights with the embedding. Frozen parameters are left out.
 
     The model may be sharded by DTensors (`fully_shard`, tensor parallelism) or on the meta device: only names, classes
-    and global shapes count. Call it after whatever replaces parameters, as `fully_shard` and `to_empty` do.
+    and global shapes count. Call this after anything that replaces parameters, as `fully_shard` and `to_empty` do.
 
     Args:
         model: the model to train.
-        weight_decay: of the group that decays, in the terms of the optimizer it is for. FusedAdamS's is not AdamW's.
-            None leaves it to the optimizer's own.
-        decay_embeddings: whether embeddings decay, among them those for positions and single tokens (`cls_token`).
-        no_decay: names of further parameters that must not decay, as `model.named_parameters()` has them. `*` stands
-            for any text, as in "*.router.weight".
-        corrected_decay: whether to make the groups of AdamC: a group "corrected_decay", with that option of FusedAdamS,
-            takes from "decay" all matrices but those of the output layer and embeddings, which no norm follows. The
-            output layer is what the model returns from `get_output_embeddings()` or `get_classifier()`, as those of
-            transformers and timm do, or else a layer that shares an embedding's weights, or else its last matrix.
+        weight_decay: that of the group that decays. It means what the optimizer takes it for: FusedAdamS's is not
+            AdamW's. None leaves it to the optimizer's default.
+        decay_embeddings: whether embeddings decay, including those for positions and single tokens (`cls_token`).
+        no_decay: names, as in `model.named_parameters()`, of further parameters that must not decay. `*` stands for
+            any text, as in "*.router.weight".
+        corrected_decay: whether to make AdamC's groups: a group "corrected_decay", with that option of FusedAdamS, has
+            all matrices from "decay" but those of the output layer and embeddings, which no norm follows. The
+            output layer is the one that `get_output_embeddings()` or `get_classifier()` returns, as in transformers and
+            timm; or else a layer that shares an embedding's weights, or else the model's last matrix.
 
     Example:
         >>> optimizer = FusedAdamS(param_groups(model, weight_decay=1e-3), lr=3e-4)
@@ -110,7 +110,7 @@ def param_groups(
 
 
 def _output_layer(model: nn.Module) -> set[Tensor]:
-    """Returns the parameters of what a model itself calls its output layer: one module, or some."""
+    """Returns the parameters of the modules that a model itself names as its output layer."""
     for name in ("get_output_embeddings", "get_classifier"):
         layers = getattr(model, name, lambda: None)()
         found = layers if isinstance(layers, (tuple, list)) else [layers]
@@ -121,8 +121,8 @@ def _output_layer(model: nn.Module) -> set[Tensor]:
 
 
 def _is_matrix(name: str, param: Tensor, module: nn.Module) -> bool:
-    """Returns whether a parameter is neither a bias, nor of a norm, nor another vector."""
-    dims = len(getattr(param, "ds_shape", param.shape))  # DeepSpeed's ZeRO-3 leaves empty tensors that tell their shape
+    """Returns whether a parameter has two dimensions or more, and belongs neither to a bias nor to a norm."""
+    dims = len(getattr(param, "ds_shape", param.shape))  # DeepSpeed's ZeRO-3 leaves empty tensors with this attribute
     is_of_norm = isinstance(module, NORMS) or NORM_CLASS.search(type(module).__name__)
     return dims > 1 and not BIAS.search(name.rpartition(".")[2]) and not is_of_norm
 

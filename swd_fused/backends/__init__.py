@@ -1,4 +1,4 @@
-"""The choice of a backend for each parameter."""
+"""Chooses the backend for each parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swd_fused.user_warning import warn_user
 
 @cache
 def load_cpu_backend() -> Backend | str:
-    """The C++ backend, or why it is not there."""
+    """Returns the C++ backend, or why it is missing."""
     try:
         from swd_fused.backends.cpu_backend import CpuBackend
     except ImportError as error:
@@ -28,7 +28,7 @@ def load_cpu_backend() -> Backend | str:
 
 @cache
 def load_triton_backend() -> Backend | str:
-    """The Triton backend, or why it is not there."""
+    """Returns the Triton backend, or why it is missing."""
     try:
         from swd_fused.backends.triton.backend import TritonBackend
     except ImportError as error:
@@ -60,13 +60,13 @@ def describe(param: Tensor, options: Options) -> str:
 
 
 def _name_for(param: Tensor, options: Options) -> str:
-    # Where there is no memory nothing is computed, and only plain operations know what comes out.
+    # Fake tensors have no memory for kernels, but torch's own operations can trace their results.
     return "torch" if is_fake(param) and not param.is_meta else options.backend
 
 
 @cache
 def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str | None]:
-    """Returns the backend, and why it is not the one that "auto" prefers."""
+    """Returns the backend, and if "auto" fell back on plain PyTorch the reason."""
     if name == "torch":
         return TORCH, None
     if name == "auto" and device.type not in BEST:
@@ -89,7 +89,7 @@ def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
 
 
 def _fused(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:
-    """Returns a fused backend, or why it cannot serve."""
+    """Returns a fused backend, or why it cannot step such parameters."""
     if dtype not in FUSED_DTYPES:
         return f"no fused kernels for {dtype}"
     if name == "cpu":

@@ -23,7 +23,7 @@ STEP, UPDATE = ops.step_.default, ops.update_.default
 
 
 class CpuPlan(Plan):
-    """Where a bucket's tensors are, and how they lie in memory: see csrc/cpu/operands.h."""
+    """Describes a bucket's tensors to the kernels: addresses and layouts, see csrc/cpu/operands.h."""
 
     def __init__(self, bucket: Bucket) -> None:
         lists = bucket.params, *bucket.state, bucket.grads_or_params
@@ -34,8 +34,8 @@ class CpuPlan(Plan):
             *lists,
             bucket.groups,
             bucket.tensor_ids,
-            int64s(numbers) if bucket.element_numbers else None,  # of all elements
-            int64s(blocks) if bucket.coded else None,  # of all blocks
+            int64s(numbers) if bucket.element_numbers else None,  # the numbers of elements
+            int64s(blocks) if bucket.coded else None,  # the numbers of blocks
         )
         addresses = c_int64 * len(bucket.params)  # written in each step
         start = self.description.data_ptr() + HEADER * self.description.itemsize
@@ -76,7 +76,7 @@ class CpuBackend(Backend):
     def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
         if after_this_step:
             return bucket.carried_sums(after_this_step)
-        # By the function that `step` uses, so that both give the same bits.
+        # Uses the function that `step` uses, so that both give the same bits.
         scalars = bucket.steps, bucket.hyper.table
         total, count = ops.last_exp_avg_sq_sum(bucket.plan.description, bucket.known_sums(), *scalars).unbind()
         return torch.stack([total, torch.zeros_like(total), count])
@@ -106,7 +106,7 @@ class CpuBackend(Backend):
 
 
 def _columns(bucket: Bucket, index: int) -> int:
-    """The length of rows as csrc/cpu/operands.cpp has it: of the whole tensor where its blocks follow one another."""
+    """Returns the row length that csrc/cpu/operands.cpp uses: the whole tensor's if its blocks are consecutive."""
     shape = bucket.params[index].shape
     columns = rows_and_columns(shape)[1]
     is_one_row = columns % BLOCK == 0 and bucket.block_numbers[index].pitch == columns // BLOCK

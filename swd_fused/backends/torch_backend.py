@@ -1,4 +1,4 @@
-"""AdamS in plain PyTorch, on any device: the paper's algorithm 2, to be read beside it.
+"""AdamS in plain PyTorch, on any device: the paper's algorithm 2, in the paper's order.
 
     the paper                                      here
     g  = gradient of the loss                      grad, times grad_factor (the inverse loss scale, and clipping)
@@ -12,10 +12,10 @@
                                                    if cautious, where the update has the sign of p
     e  = e + (1 - d) (p - e)                       ema_param, if asked for; not in the paper
 
-The mean must be known before the first tensor is written. For it `pass1` does not compute v, except for amsgrad: the
+The mean must be known before the first tensor is written. `pass1` finds it without computing v, except for amsgrad: the
 sum of v over a tensor is b2 times the sum that `pass2` of the step before has left, plus (1 - b2) times that of g^2.
 
-One tensor is updated after the other, and a large one piece by piece, so that no temporary is as large as the model.
+Tensors are updated one by one, and large ones piece by piece, so that no temporary is as large as the model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from swd_fused.state.eight_bit import BLOCK, blocks_of_row
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.state.weights import joined, split
 
-# Elements of a piece. On the CPU temporaries then need no fresh pages, which for a large tensor cost more than the
-# whole update; smaller pieces lost more to the operators' own overhead (2^17: 1.4 times as long).
+# The number of elements in a piece. With this one, temporaries on the CPU need no fresh pages, which for a large tensor
+# cost more than the whole update. Smaller pieces lost more to the operators' own overhead (2^17: 1.4 times as long).
 CPU_PIECE = 1 << 20
 DEVICE_PIECE = 1 << 26
 
@@ -51,10 +51,10 @@ class TorchBackend(Backend):
         return "torch"
 
     def plan(self, bucket: Bucket) -> Plan:
-        return Plan()  # tensors are taken as they are
+        return Plan()  # empty: operations take tensors as they are
 
     def begin(self, bucket: Bucket) -> None:
-        """Has nothing to prepare."""
+        """Does nothing: operations take gradients as they are."""
 
     def pass1(self, bucket: Bucket) -> Tensor:
         beta2 = bucket.hyper.column("beta2")[bucket.groups]
@@ -81,7 +81,7 @@ class TorchBackend(Backend):
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
     ) -> Tensor:
         grad_sq = sums_of_squares(bucket.grads, bucket.device).sum() if sum_grads else exp_avg_sq_mean
-        if skip is not None and bool(skip):  # plain operations have to ask, as GradScaler does where it is not fused
+        if skip is not None and bool(skip):  # plain operations must read `skip`, as GradScaler does if not fused
             return grad_sq
         sums = bucket.known_sums()
         bucket.steps += bucket.has_grad
@@ -97,7 +97,7 @@ class TorchBackend(Backend):
             group = bucket.group_indices[index]
             row, factor = hyper.rows[group], decay_factors[group]
             scalars = Scalars(row, factor, step_sizes[index], epss[index], ema_weights[index])
-            sums[index].zero_()  # `= 0.0` copies a number from the host, and waits for that
+            sums[index].zero_()  # `= 0.0` would copy a number from the host, and wait for it
             for piece in pieces_of(bucket, index):
                 operands = piece.operands()
                 update_(operands, scaled(piece.of(grad), grad_factor, scalars.row), scalars)
@@ -117,7 +117,7 @@ class TorchBackend(Backend):
 
 
 class Operands(NamedTuple):
-    """The tensors of an update, in the dtype of the second moment: those of the state, or copies of them."""
+    """Holds the tensors of an update, in the second moment's dtype: the state's own tensors, or copies."""
 
     param: Tensor  # or its master
     exp_avg: Tensor
@@ -127,7 +127,7 @@ class Operands(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The scalars of an update, on the device but for the row of the parameter group."""
+    """Holds the scalars of an update. All but `row`, the parameter group's, are on the device."""
 
     row: HyperRow
     decay_factor: Tensor
@@ -161,21 +161,21 @@ def advance_exp_avg_sq_(exp_avg_sq: Tensor, grad: Tensor, row: HyperRow) -> None
 def cautious_factor(decay_factor: Tensor, param: Tensor, exp_avg: Tensor) -> Tensor:
     """Returns the factor of a parameter that decays only where the update does not point away from zero.
 
-    The update has exp_avg's sign. Both signs are looked at: the product of two small numbers would be zero.
+    The update subtracts a number of exp_avg's sign. Signs are compared, since a product of small numbers may be zero.
     """
     agrees = torch.where(param < 0, -exp_avg, exp_avg) >= 0
     return torch.where(agrees, decay_factor.to(param.dtype), 1.0)
 
 
 def scaled(grad: Tensor, grad_factor: Tensor | None, row: HyperRow) -> Tensor:
-    """Returns a gradient as the paper has it: unscaled, clipped, and of a function that is to be minimized."""
+    """Returns a gradient as in the paper: unscaled, clipped, and of a function that is minimized."""
     grad = widened(grad)
     if grad_factor is not None:
         return grad * (grad_factor * row.sign)
     return -grad if row.sign < 0 else grad
 
 
-# --- Pieces of tensors, and how they are stored
+# --- Pieces of tensors, and their storage
 
 
 def present_grads(bucket: Bucket) -> Iterator[tuple[int, Tensor]]:
@@ -194,7 +194,7 @@ class Cut(NamedTuple):
 
 
 class Piece:
-    """A part of a parameter and of its state, as views of what is stored."""
+    """A part of a parameter and of its state, as views of the stored tensors."""
 
     def __init__(self, bucket: Bucket, index: int, cut: Cut) -> None:
         def part_of(tensors: Sequence[Tensor], cut: Cut = cut) -> Tensor | None:
@@ -220,7 +220,7 @@ class Piece:
         return widened(self._exp_avg_sq)
 
     def averaged(self) -> Tensor:
-        """Returns the part of v^ whose mean is the schedule."""
+        """Returns the second moment, or its maximum with amsgrad: the schedule follows from its mean."""
         return self.exp_avg_sq() if self._maximum is None else widened(self._maximum)
 
     def operands(self) -> Operands:
@@ -234,7 +234,7 @@ class Piece:
         return Operands(weight.to(exp_avg_sq.dtype), exp_avg.to(exp_avg_sq.dtype), exp_avg_sq, *optional)
 
     def store(self, operands: Operands, rounding_key: Tensor) -> None:
-        """Rounds what was computed to how it is kept, once."""
+        """Stores the results of an update. Each is rounded once, to the form in which it is stored."""
         weight, exp_avg, exp_avg_sq, maximum, average = operands
         if self._has_codes:
             self._encode(exp_avg, exp_avg_sq, rounding_key)
@@ -271,7 +271,7 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
-    """Cuts a parameter and its state. One whose moments are in 8 bits is cut between rows, or blocks of a vector."""
+    """Cuts a parameter and its state. With moments in 8 bits, cuts are between rows, or between blocks of a vector."""
     param = bucket.params[index]
     cuts = cuts_of(param)
     if index in bucket.block_numbers:
@@ -281,7 +281,7 @@ def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
 
 
 def cuts_of(tensor: Tensor) -> Iterator[Cut]:
-    """Cuts a tensor along its longest dimension. An empty one has no parts."""
+    """Cuts a tensor along its longest dimension. An empty tensor has no parts."""
     numel, length = tensor.numel(), max(tensor.shape, default=1)
     if numel:
         dim = tensor.shape.index(length) if tensor.dim() else 0
@@ -295,12 +295,12 @@ def limit_of(tensor: Tensor) -> int:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor in at least 32 bits: itself, if it has them."""
+    """Returns a tensor in at least 32 bits: the same tensor, if it has them."""
     return tensor.float() if tensor.dtype.itemsize < torch.float32.itemsize else tensor
 
 
 def keep(stored: Tensor | None, value: Tensor | None) -> None:
-    """Stores a value, if there is one, unless it is what is stored."""
+    """Stores a value, if there is one, unless it is the stored tensor itself."""
     if stored is not None and value is not None and stored is not value:
         stored.copy_(value)
 
@@ -313,9 +313,9 @@ def sum_of(values: Tensor) -> Tensor:
 
 
 def sums_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Returns the sum of each tensor's squared elements, 0 where there is none.
+    """Returns the sum of each tensor's squared elements, 0 for a missing tensor.
 
-    In float64 no square is out of range, and equal numbers are added as exactly as others: torch's own norm of 2^20
+    In float64 no square is out of range, and equal numbers are added as exactly as others. torch's own norm of 2^20
     equal numbers in float32 is off by 4e-4.
     """
     dtype = scalar_dtype(device)

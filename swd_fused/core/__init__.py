@@ -1,1 +1,1 @@
-"""One step, and what is kept between steps. Knows the other folders by the protocols that it declares."""
+"""One optimizer step, and what is kept between steps. It knows other folders only by the protocols declared here."""

@@ -1,4 +1,4 @@
-"""Tensors that are stepped together: one bucket, as parallel lists, with what kernels must know of them."""
+"""A bucket: tensors that are stepped together, as parallel lists, with the numbers that kernels need."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from swd_fused.state.rounding import element_numbers
 
 DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
 
-# The address of a gradient that is not there. Not 0, which is the address of an empty one; and aligned, as gradients
-# mostly are. As in csrc/cpu/operands.h.
+# Stands for the address of a missing gradient, in csrc/cpu/operands.h too. Not 0, which is the address of an empty
+# gradient; and aligned, as gradients mostly are.
 NO_GRAD = -16
 
 
 class Entries(NamedTuple):
-    """Holds parameters and their state: the optimizer's own, and as a step needs it. `Snapshot.commit` makes them one.
+    """Holds parameters with the state that the optimizer owns and the state, staged, that a step needs.
 
-    New state is in both lists. Lists by column, since each object more for each of ten thousand parameters calls for
-    the garbage collector, which took half of their first step.
+    `Snapshot.commit` makes the two one; new state is in both lists. The columns are lists because an object for each of
+    ten thousand parameters triggers the garbage collector, which took half of their first step.
     """
 
     numbers: list[int]  # among all parameters
@@ -47,34 +47,34 @@ class Entries(NamedTuple):
 
 
 class BucketKey(NamedTuple):
-    """Names what the tensors of a bucket have in common."""
+    """Holds the properties that all tensors of a bucket share."""
 
     backend: Backend
     device: torch.device
     amsgrad: bool
-    unused: frozenset[str]  # columns of the state
+    unused: frozenset[str]  # the columns of the state that a step leaves alone
     sharding: Sharding
 
 
 class Bucket:
-    """Tensors of one device, backend and sharding, as parallel lists.
+    """Holds the tensors of one device, backend and sharding as parallel lists.
 
-    It holds all parameters that have state. Parameters without a gradient take no part in a step: their place in
-    `grads` is None. Complex tensors are here as views of real pairs, DTensors as their local part. Where a parameter is
-    in `coded`, `state` has 8-bit codes of its moments, and their scales.
+    The lists have all parameters that have state. Parameters without a gradient take no part in a step: their place in
+    `grads` is None. Complex tensors are views of real pairs, DTensors their local parts. For parameters whose indices
+    are in `coded`, `state` has 8-bit codes of the moments, and their scales.
 
     `steps` is the state's own memory: each `state["step"]` is a view of one of its elements, so a thousand counters
-    advance as one tensor. As a list of tensors they took longer than the update itself. Where a CUDA graph advances the
-    counters they must stay where they are, and `steps` is a copy of them during a step. `sums` is a cache of the second
+    advance as one tensor. As a list of tensors they took longer than the update itself. Counters that a CUDA graph
+    advances must stay where they are; then `steps` is a copy of them during a step. `sums` is a cache of the second
     moments' sums, never state.
     """
 
     hyper: Hyper  # set in each step
-    plan: Any  # what the backend keeps, see `backend.Plan`
-    has_grad: Tensor  # by tensor
-    numel: int  # of tensors that have a gradient
-    count: Tensor  # the same, on the device
-    written: list[Tensor]  # parameters whose writes torch counts
+    plan: Any  # the backend's, see `backend.Plan`
+    has_grad: Tensor  # a mask of `present`, on the device
+    numel: int  # elements of tensors that have a gradient
+    count: Tensor  # `numel` on the device
+    written: list[Tensor]  # parameters with a gradient whose writes torch counts
 
     def __init__(self, key: BucketKey, entries: Entries, options: Options) -> None:
         self.backend, self.device, self.amsgrad, unused, self.sharding = key
@@ -83,7 +83,7 @@ class Bucket:
         self.params = self._whole_params
         if not are_plain(self.params):
             self.params = [as_real(local_tensor(param)) for param in self._whole_params]
-        self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # then no memory has an address
+        self.is_fake = is_fake(self.params[0]) and not self.params[0].is_meta  # fake tensors have no addresses
         self.state = columns_of(states, unused)
         self.coded = [index for index, state in enumerate(states) if CODES["exp_avg_sq"] in state]
         self.follows_params = any(master.dtype == torch.float32 for master in self.state.masters)
@@ -101,11 +101,11 @@ class Bucket:
         self.grads: list[Tensor | None] = []
         self.grad_addresses: list[int] = []
         self.present: list[bool] = []  # whether each has a gradient
-        self._is_mask_captured = False  # the same on the device
+        self._is_mask_captured = False  # whether a CUDA graph is to fill in `has_grad`
         self.has_all_grads = self.has_some_grads = False
         self.has_stepped = False  # as far as that is known
         self._steps_copy: HostCopy | None = None
-        self.sums: Tensor | None = None  # of `averaged`, by tensor. None: to be rebuilt
+        self.sums: Tensor | None = None  # the sum of each tensor in `averaged`; None if it must be rebuilt
         if all(map(is_, owned, states)):  # all state is new, so zero
             self.sums = torch.zeros(len(states), dtype=scalar_dtype(self.device), device=self.device)
 
@@ -140,27 +140,27 @@ class Bucket:
         if self.params is not self._whole_params:  # others were checked before
             check_grads((param, grad) for param, grad in zip(self.params, self.grads, strict=True) if grad is not None)
 
-    # --- What backends ask for
+    # --- For backends
 
     @property
     def averaged(self) -> list[Tensor]:
-        """The second moments whose mean is the schedule, or their codes."""
+        """The second moments over which the schedule takes its mean, or their codes."""
         return self.state.max_exp_avg_sqs if self.amsgrad else self.state.exp_avg_sqs
 
     def known_sums(self) -> Tensor:
-        """Returns the sums of `averaged` by tensor, rebuilt from storage where they are not known."""
+        """Returns the sum of each tensor in `averaged`, rebuilt from storage if `sums` is None."""
         if self.sums is None:
             self.sums = self.backend.exp_avg_sq_sums(self)
         return self.sums
 
     def allow_missing_sums(self) -> None:
-        """Saves the pass that would rebuild `sums`, before an update of all tensors that does not read them."""
+        """Fills missing `sums` with zeros instead of rebuilding them, before an update that overwrites all of them."""
         if self.sums is None and self.has_all_grads:
             self.sums = torch.zeros_like(self.numels, dtype=scalar_dtype(self.device))
 
     @property
     def grads_or_params(self) -> list[Tensor]:
-        """Gradients, and in place of a missing one its parameter."""
+        """The gradients, with the parameter in place of a missing one."""
         return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
 
     def carried_sums(self, after_this_step: bool) -> Tensor:
@@ -174,10 +174,10 @@ class Bucket:
         return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
 
     def count_writes(self) -> None:
-        """Advances torch's counters of writes to parameters, for backends that write through addresses: autograd relies
-        on them to refuse a backward through weights that have changed since the forward.
+        """Raises torch's counters of writes to parameters, for backends that write through addresses: by them autograd
+        refuses a backward pass through weights that have changed since the forward pass.
 
-        Not of those without a gradient: in a backward pass autograd may still need them, and would refuse to go on.
+        Parameters without a gradient are left out: during a backward pass autograd may still need them.
         """
         torch.autograd.graph.increment_version(self.written)
 
@@ -191,10 +191,10 @@ class Bucket:
             self._follow_params()
 
     def note_stream(self) -> None:
-        """Keeps memory from being given out again before this step has read it, on whatever stream it is taken.
+        """Keeps memory from being reused before this step has read it, on whatever stream the step is taken.
 
-        A tensor's memory goes back to the stream that it was made on. This is the one place for what torch's operations
-        read, and for what kernels know by address only; launchers note what they are passed.
+        A tensor's memory returns to the stream that it was made on. The tensors noted here are read by torch's
+        operations, or by kernels through addresses only; launchers note the tensors that they are passed.
         """
         stream = torch.cuda.current_stream(self.device)
         read = self.steps, self.groups, self.tensor_ids, self.numels, self.has_grad, self.count, self.hyper.table
@@ -221,7 +221,7 @@ class Bucket:
         return captured
 
     def is_stepped_by_graphs(self) -> bool:
-        """Whether a CUDA graph may have stepped some of the tensors since this bucket did."""
+        """Returns whether a CUDA graph may have stepped some of the tensors since this bucket did."""
         return self.copies_steps or graphs.are_shared([self.steps])
 
     def find_whether_stepped(self) -> bool:
@@ -238,7 +238,7 @@ class Bucket:
         return self.has_stepped
 
     def note_step(self, may_have_been_skipped: bool) -> None:
-        """Remembers that a step was taken, and accepts the parameters as it has left them."""
+        """Remembers that a step was taken, and the versions of the parameters that it has left."""
         if self.follows_params:
             self._accept_params()
         if not may_have_been_skipped and self.numel:
@@ -249,8 +249,8 @@ class Bucket:
         return self.steps * (self.numels > 0)
 
     def _follow_params(self) -> None:
-        """Updates float32 masters after someone has written to parameters, loading a model for instance: a master that
-        no longer rounds to its parameter takes the parameter's value. Parameters without a gradient follow later."""
+        """Updates float32 masters after parameters were written to from outside, by loading a model for instance: a
+        master that no longer rounds to its parameter takes its value. Those without a gradient follow later."""
         now = self._versions_of_params()
         if self._param_versions == now:
             return
@@ -261,11 +261,11 @@ class Bucket:
         self._accept_params()
 
     def _accept_params(self) -> None:
-        """Takes the parameters that have a gradient as they are for what their masters round to."""
+        """Records the versions of parameters that have a gradient: their masters round to them now."""
         known = zip(self._param_versions, self._versions_of_params(), self.present, strict=True)
         self._param_versions = [version if is_present else seen for seen, version, is_present in known]
 
     def _versions_of_params(self) -> list[int]:
-        """Returns torch's counters of writes, which for a DTensor count on it or on its local part."""
+        """Returns torch's counters of writes. A write to a DTensor counts on it or on its local part."""
         pairs = zip(self._whole_params, self.params, strict=True)
         return [0 if param.is_inference() else param._version + view._version for param, view in pairs]

@@ -1,19 +1,19 @@
-"""Ctrl-C in the middle of a step."""
+"""Defers Ctrl-C until a step has ended."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # without the conversions to enums that `signal` adds, which take longer than the calls
+import _signal  # type: ignore[import-not-found]  # without `signal`'s conversions to enums, which take longer than the calls
 from threading import current_thread, main_thread
 from typing import Any
 
 
 class DeferredInterrupts:
-    """Puts off Ctrl-C from when it is made until `deliver`: in the middle of a step some parameters would be updated
-    and some not, or all of them, but the step not yet counted.
+    """Defers Ctrl-C from construction until `deliver`. An interrupt within a step could leave only some parameters
+    updated, or all of them without the step being counted.
 
-    The handler of SIGINT, which raises KeyboardInterrupt unless the user has set another, is called then. Only the main
-    thread gets signals. To exchange handlers takes 1.3 us; a mask of signals would not keep them from threads of torch,
-    through which they reach the main thread all the same.
+    `deliver` calls the handler of SIGINT, which raises KeyboardInterrupt unless the user has set another. Only the main
+    thread runs signal handlers. Exchanging handlers takes 1.3 us. A signal mask would not help: torch's threads would
+    still receive the signal and pass it to the main thread.
     """
 
     __slots__ = ("_handler", "_received")

@@ -1,4 +1,4 @@
-"""From the four sums to the mean, the factor of the gradients, and whether to skip the step.
+"""Computes the mean, the gradients' factor and the decision to skip a step from the four sums.
 
 Nothing here waits for the device. Sums and scalars are float64 where the device has it.
 """
@@ -14,19 +14,19 @@ from swd_fused.devices.transfer import scalar_dtype, to_device
 
 
 class Sums(NamedTuple):
-    """The four sums between the passes, over all groups, devices and ranks: zero-dimensional tensors.
+    """Holds the four sums between the passes, over all groups, devices and ranks, as zero-dimensional tensors.
 
     The sum of v^, the bias-corrected second moment, is carried + grad_factor^2 * fresh. `grad_sq` is None where no pass
     has read the gradients yet.
     """
 
-    grad_sq: Tensor | None  # of squared gradients, as they are in `.grad`
-    carried: Tensor  # what v^ has of the steps before
-    fresh: Tensor  # what v^ gets from this step's gradients
+    grad_sq: Tensor | None  # the sum of squared gradients, as they are in `.grad`
+    carried: Tensor  # the part of v^ that comes from earlier steps
+    fresh: Tensor  # the part of v^ that comes from this step's gradients
     numel: Tensor  # the number of elements
 
     def mean(self, grad_factor: Tensor | None, total_numel: int | None) -> Tensor:
-        """Returns exp_avg_sq_mean, on which the schedule depends."""
+        """Returns exp_avg_sq_mean, the mean of v^ on which the schedule depends."""
         fresh = self.fresh if grad_factor is None else grad_factor.square() * self.fresh
         return (self.carried + fresh) / (self.numel.clamp(min=1) if total_numel is None else total_numel)
 
@@ -49,10 +49,10 @@ class Gate(NamedTuple):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     skip_nonfinite: bool = False
-    may_skip: bool = False  # for either of the last two reasons
+    may_skip: bool = False  # whether the step can be skipped at all, by a found infinity or by its norm
 
     def on(self, device: torch.device) -> Gate:
-        """Returns the gate with its tensors as kernels on this device read them."""
+        """Returns the gate with its tensors as float32 on this device, as kernels read them."""
         scale, found = (
             None if value is None else to_device(value.detach(), device, torch.float32)
             for value in (self.grad_scale, self.found_inf)
@@ -69,7 +69,7 @@ class Gate(NamedTuple):
         return grad_sq.sqrt() if unscale is None else unscale * grad_sq.sqrt()
 
     def grad_factor(self, grad_sq: Tensor | None, device: torch.device) -> Tensor | None:
-        """Returns the factor that gradients are to be multiplied by, None for 1."""
+        """Returns the factor by which the step multiplies gradients. None stands for 1."""
         unscale = self.unscale(device)
         if self.max_grad_norm is None:
             return unscale
@@ -84,7 +84,7 @@ class Gate(NamedTuple):
         return (_scalar_on(self.found_inf, device) != 0).to(scalar_dtype(device))
 
     def skip(self, found: Tensor, grad_sq: Tensor | None) -> Tensor | None:
-        """Returns 1 if the step must change nothing, given what all ranks have `found`."""
+        """Returns 1 if the step must change nothing, else 0. `found` is not 0 if any rank found an infinity."""
         if not self.may_skip:
             return None
         skip = found != 0
@@ -98,5 +98,5 @@ def _scalar_on(value: Tensor, device: torch.device) -> Tensor:
 
 
 def clip_factor(grad_norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Returns the factor that clips gradients, as `torch.nn.utils.clip_grad_norm_` has it, its 1e-6 included."""
+    """Returns the factor with which `torch.nn.utils.clip_grad_norm_` clips gradients, its 1e-6 included."""
     return (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)

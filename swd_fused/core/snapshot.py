@@ -1,4 +1,4 @@
-"""A snapshot of a step's tensors: made once, kept as long as it holds, then thrown away and made anew."""
+"""A snapshot of a step's tensors: made once, and reused until something that it describes has changed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real,
 from swd_fused.state.weights import refuse_exchanged
 
 State = dict[Tensor, dict[str, Any]]
-Choose = Callable[[Tensor, Options], Backend]  # of the backend that steps a parameter
+Choose = Callable[[Tensor, Options], Backend]  # returns the backend that steps a parameter
 
-# How gradients look to a kernel, column by column, which is faster than all of one tensor at a time.
+# The dtypes, sizes and strides of gradients. Comparing lists by column is faster than tensor by tensor.
 Forms = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
 
 LOCAL, DTYPE, VERSION = attrgetter("_local_tensor"), attrgetter("dtype"), attrgetter("_version")
 VALUES = dict.values
 NOTHING: dict[str, Any] = {}  # the state of a parameter that has none
-END = (object(),)  # of what is compared one by one: `map` stops where the shorter one ends
+END = (object(),)  # appended to lists that `map` compares, since it stops where the shorter one ends
 TENSOR_GUARDS = torch._C._dynamo.guards.TensorGuards
 
 
@@ -61,8 +61,8 @@ class Inputs(NamedTuple):
 class Snapshot:
     """Describes all tensors of a step: the buckets in which they are stepped, and the ranks that share them.
 
-    `holds` names everything that may change, except the changes of ordinary training: other gradient tensors, gradients
-    that are missing in a step, other hyper-parameters.
+    `holds` compares everything that makes a snapshot stale. Ordinary training does not: other gradient tensors, missing
+    gradients and other hyper-parameters are taken up.
     """
 
     def __init__(self, inputs: Inputs, choose: Choose) -> None:
@@ -70,8 +70,8 @@ class Snapshot:
         self.options, self._sharded_over, groups, self._kinds, state, self._params, grads = inputs
         self._choose = choose
         self._is_distributed = is_distributed()
-        self._held: list[object] = [None]  # the state, which `commit` makes: its keys, then its tensors
-        self._grad_guards: Any = None  # of all gradients, once they have been seen together
+        self._held: list[object] = [None]  # the state's keys, then its tensors; filled in by `commit`
+        self._grad_guards: Any = None  # guards of all gradients, made in the first step that has them all
         self._entries, members = self._new_entries(groups, state, grads)
         self._has_views = not are_plain(self._entries.params)
         numbers = self._entries.numbers
@@ -79,7 +79,7 @@ class Snapshot:
         self._without_state = sorted(set(range(len(self._params))) - set(numbers))
         groups_of_params = chain.from_iterable([group] * len(group["params"]) for group in groups)
         self.ranks = collective_of(list(zip(self._params, groups_of_params, strict=True)), inputs.sharded_over)
-        # Parameters of groups of which nobody has said over whom to sum. A group that says None is whole.
+        # Parameters without a stated process group. A group that states None says that its parameters are whole.
         unsaid = (group for group in groups if "process_group" not in group and inputs.sharded_over is None)
         self._unsaid = [param for group in unsaid for param in group["params"]] if self._is_distributed else []
         self.may_have_unknown_shards = self._is_distributed
@@ -117,12 +117,12 @@ class Snapshot:
                 and self._takes(grads)
             )
         except (RuntimeError, TypeError):
-            # A sparse gradient, which is refused with our own error message later; or state with entries that are no
-            # dicts, or of tensors without a version, which is described anew in each step.
+            # Sparse gradients are refused later, with our own error message. State with entries that are no dicts, or
+            # with tensors that have no version, is described anew in each step.
             return False
 
     def _takes(self, all_grads: list[Tensor | None]) -> bool:
-        """Takes up gradients, and returns whether they, and all tensors that are kept, are what and where they were."""
+        """Takes up gradients. Returns whether all tensors look as before, and kept ones have not moved."""
         if self._is_fake or (self._without_state and any(all_grads[i] is not None for i in self._without_state)):
             return False
         grads, present, found = self._local(all_grads)
@@ -137,7 +137,7 @@ class Snapshot:
             return False
         addresses = list(map(Tensor.data_ptr, found))
         if 0 in addresses and any(grad.numel() for grad, address in zip(found, addresses, strict=True) if not address):
-            return False  # freed, or on the meta device: refused with our own error message where that is wrong
+            return False  # freed, or on the meta device: a new snapshot refuses it, with our own error message
         bucket = self.buckets[0] if len(self.buckets) == 1 else None  # a rank may have none
         if bucket is not None and present is self._all_present is bucket.present:
             bucket.grads, bucket.grad_addresses = grads, addresses
@@ -146,7 +146,7 @@ class Snapshot:
         return True
 
     def _local(self, all_grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[bool], list[Tensor]]:
-        """Returns the gradients of what is described, as kernels see them; which are there; and those that are."""
+        """Returns the described parameters' gradients as kernels see them, which of them exist, and a list of these."""
         grads = all_grads if self._numbers is None else [all_grads[number] for number in self._numbers]
         if self._has_views:
             grads = [None if grad is None else as_real(grad) for grad in local_grads(self._entries.params, grads)]
@@ -156,12 +156,12 @@ class Snapshot:
         return grads, present, list(compress(grads, present))  # type: ignore[arg-type]
 
     def _forms_of(self, present: list[bool]) -> Forms:
-        """Returns how those gradients should look that are present."""
+        """Returns the expected forms of the gradients that are present."""
         dtypes, numels, strides = self._grad_forms
         return list(compress(dtypes, present)), list(compress(numels, present)), list(compress(strides, present))
 
     def _hand_over(self, grads: list[Tensor | None], addresses: list[int], present: list[bool]) -> None:
-        """Gives the buckets their gradients. `addresses` are of those that are present."""
+        """Gives the buckets their gradients. `addresses` are those of the gradients that are present."""
         if present is not self._all_present:
             found = iter(addresses)
             addresses = [next(found) if is_present else NO_GRAD for is_present in present]
@@ -172,7 +172,7 @@ class Snapshot:
                 bucket.take([grads[i] for i in members], [addresses[i] for i in members], [present[i] for i in members])
 
     def _remember(self) -> None:
-        """Remembers all that kernels rely on without being told in each step, but for the gradients' looks."""
+        """Remembers everything that kernels rely on from step to step, except the gradients' forms."""
         _, _, params, _, states = self._entries
         held = set().union(*states)
         keys = [key for key in STORED if key in held]
@@ -185,9 +185,9 @@ class Snapshot:
         self._all_present = [True] * len(params)
 
     def _take_first(self, all_grads: list[Tensor | None]) -> None:
-        """Takes up the gradients of the step that is described, and remembers how they look.
+        """Takes up the first step's gradients, and remembers their forms.
 
-        Where one is missing it should look like its parameter, which mostly has its dtype and strides.
+        A missing gradient is expected to look like its parameter: dtype and strides are mostly the same.
         """
         grads, present, found = self._local(all_grads)
         if self._is_fake:
@@ -196,8 +196,8 @@ class Snapshot:
         if any(map(Tensor.is_neg, found)):
             grads, present, found = self._local(resolved(all_grads))
         # `tensor.data = other` changes the addresses of kept tensors, and torch does not count it as a write.
-        # Guards of parameters alone would take the host a fifth less for a step of a thousand tensors on a GPU. But
-        # `moment.data = other` may find memory at the very address that was just freed, with another dtype or shape.
+        # With guards of parameters alone the host would take a fifth less for a step of a thousand tensors on a GPU.
+        # But `moment.data = other` may reuse the address that was just freed, with another dtype or shape.
         self._guards = new_guards(self._kept)
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         addresses = list(map(Tensor.data_ptr, found))
@@ -211,7 +211,7 @@ class Snapshot:
         self._hand_over(grads, addresses, present)
 
     def commit(self, state: State) -> None:
-        """Makes the staged state the optimizer's. Nothing is refused after this."""
+        """Makes the staged state the optimizer's own. Nothing is refused after this."""
         for _, _, param, owned, staged in zip(*self._entries, strict=True):
             state[param] = owned
             if owned is not staged:
@@ -223,13 +223,13 @@ class Snapshot:
         self._held = [*state, *held, *END]
 
     def left_is_stale(self, inputs: Inputs) -> bool:
-        """Returns whether the sums that the last step left are no longer those of the optimizer's second moments, or
-        are travelling between other ranks."""
+        """Returns whether the sums that the last step left no longer match the optimizer's second moments, or are being
+        reduced over other ranks than this step's."""
         state = inputs.state
         groups, others = ([kind.process_group for kind in kinds] for kinds in (self._kinds, inputs.kinds))
         if self._sharded_over is not inputs.sharded_over or groups != others:
             return True
-        # By parameter, since groups may have exchanged theirs. None for one that is in no group any more.
+        # By parameter, since parameters may have moved to another group. None if one is in no group any more.
         amsgrads = chain.from_iterable([kind.amsgrad] * kind.size for kind in inputs.kinds)
         amsgrad = dict(zip(map(id, inputs.params), amsgrads, strict=True))
         _, own_groups, params, _, _ = self._entries
@@ -239,8 +239,8 @@ class Snapshot:
         return not are_identical(now, self._averaged) or versions(now) != self._versions
 
     def take_over(self, last: Snapshot) -> None:
-        """Keeps the sums of the step before, if its second moments are the same, in place of rebuilding them."""
-        # Switching amsgrad may leave the buckets as they are, with sums of the maxima or of what they are maxima of.
+        """Keeps the last step's sums if its second moments are the same, which saves rebuilding the sums."""
+        # Switching amsgrad may leave the same buckets, but their sums are then of other tensors.
         divisions = ([(bucket.numbers, bucket.amsgrad) for bucket in one.buckets] for one in (last, self))
         is_same_division = next(divisions) == next(divisions)
         are_same = are_identical(last._averaged, self._averaged) and last._versions == self._versions
@@ -257,7 +257,7 @@ class Snapshot:
         return [self._params[number] for number, grad in pairs if grad is not None]
 
     def refuse_unknown_shards(self) -> None:
-        """Raises if a parameter is a shard without looking like one, for steps whose result would be wrong then."""
+        """Raises if plain tensors are shards of the model: sums over this rank alone would be wrong."""
         if self.may_have_unknown_shards:
             plain = [param for param in self._unsaid if not is_dtensor(param)]
             if plain:
@@ -266,7 +266,7 @@ class Snapshot:
             self.may_have_unknown_shards = False
 
     def begin(self, values: GroupValues) -> None:
-        """Takes up this step's hyper-parameters."""
+        """Prepares all buckets for a step with these hyper-parameters."""
         for bucket in self.buckets:
             bucket.hyper = values.on(bucket.device)
             if bucket.follows_params or bucket.copies_steps:
@@ -276,7 +276,7 @@ class Snapshot:
                 bucket.note_stream()
 
     def end(self) -> None:
-        """Lets go of the step's gradients: between steps they are the user's to free."""
+        """Drops references to the step's gradients, which users may free between steps."""
         for bucket in self.buckets:
             if bucket.copies_steps:
                 bucket.write_steps()
@@ -299,7 +299,7 @@ class Snapshot:
     def _new_entries(
         self, groups: Groups, state: Mapping[Tensor, dict[str, Any]], grads: list[Tensor | None]
     ) -> tuple[Entries, Mapping[BucketKey, list[int]]]:
-        """Returns each parameter that has state, or is going to have it, and which of them make a bucket."""
+        """Returns the parameters that have state or get it now, and the positions of each bucket's parameters."""
         refuse_exchanged(state, "a step")
         check_params(self._params, "all groups")
         check_grads((param, grad) for param, grad in zip(self._params, grads, strict=True) if grad is not None)
@@ -328,14 +328,14 @@ class Snapshot:
         return entries, members
 
     def _new_kind(self, param: Tensor, group: Group) -> tuple[Initializer, BucketKey]:
-        """Returns what parameters of this group, dtype, device and type have in common."""
+        """Returns the initializer and the bucket key of parameters of this group, dtype, device and type."""
         backend = self._choose(param, self.options)
         unused = unused_columns(group, self.options, param.dtype)
         key = BucketKey(backend, param.device, group["amsgrad"], unused, ())
         return Initializer(param, self.options, group, backend), key
 
     def _new_buckets(self, members: Mapping[BucketKey, list[int]]) -> list[Bucket]:
-        # By bucket which entries are in it, None for all of them.
+        # The positions of each bucket's entries; None if it has all of them.
         self._members = [None if len(own) == len(self._entries.numbers) else own for own in members.values()]
         pairs = zip(members, self._members, strict=True)
         return [
@@ -348,13 +348,13 @@ def forms_of(grads: list[Tensor]) -> Forms:
 
 
 def resolved(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients of which none is lazily negated: its memory would have the other sign."""
+    """Resolves lazily negated gradients, whose memory has the other sign."""
     return [None if grad is None else grad.resolve_neg() for grad in grads]
 
 
 def second_moments(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Returns the second moments of some states, and the local parts of those that are DTensors: writes to a DTensor
-    count on it or on its local part, depending on how it was written to."""
+    """Returns the second moments of some states, and the local parts of those that are DTensors: depending on how a
+    DTensor is written to, torch counts the write on the DTensor or on its local part."""
     held = set().union(*states)
     keys = [key for key in SECOND_MOMENTS if key in held]
     found = [state[key] for state in states for key in keys if key in state]
@@ -368,13 +368,12 @@ def are_identical(tensors: list[Tensor], others: list[Tensor]) -> bool:
 def new_guards(tensors: Sequence[Tensor]) -> Any:
     """Returns an object whose `check` tells whether tensors still have the type, dtype, device, shape and strides.
 
-    It is what torch.compile asks before it runs a graph: one call, in which a thousand tensors take 50 us, where asking
-    each for its dtype, size and strides takes 200. It also tells if torch dispatches otherwise, under autocast for
-    instance.
+    torch.compile uses it before it runs a graph. One call checks a thousand tensors in 50 us, where asking each for its
+    dtype, size and strides takes 200. The check also fails if torch dispatches differently, as under autocast.
     """
     return TENSOR_GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def versions(tensors: list[Tensor]) -> list[int]:
-    """Returns torch's counters of in-place writes, 0 for tensors made in inference mode, which have none."""
+    """Returns torch's counters of in-place writes. Tensors made in inference mode have none, and count as 0."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Where a step's four sums come from: pass 1, the step before, or the caller."""
+"""The sources of a step's four sums: pass 1, the step before, or the caller."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """Gives the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
+    """Provides the four sums of a step. All ranks must use the same source, whatever gradients and state each has."""
 
-    at_once: Literal["exact", "lagged"] | None = None  # how a single bucket may be stepped without asking for sums
-    is_given = False  # whether the caller knows the sums, so that no rank needs to be asked
-    continues = False  # whether the step goes on with the one that another call has begun
+    at_once: Literal["exact", "lagged"] | None = None  # the schedule with which one call can step a single bucket
+    is_given = False  # whether the caller passed the sum of squared gradients, over all ranks
+    continues = False  # whether this call continues a step that another call has begun
 
     def is_known(self, snapshot: Snapshot) -> bool:
-        """Returns whether the mean can be known before all gradients are. May wait for the device."""
+        """Returns whether the mean is known before all gradients are. May wait for the device."""
         return True
 
     def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
-        """Returns the sums over all ranks. Writes to nothing that is the user's."""
+        """Returns the sums over all ranks. Leaves parameters, gradients and state as they are."""
         raise NotImplementedError
 
     def grad_norm(self, step: Step) -> Tensor:
-        """Returns the norm of a step whose gradients nobody has summed before the update."""
+        """Returns the gradients' norm for a step whose gradients were not summed before the update."""
         raise NotImplementedError
 
     def leave(self, step: Step) -> None:
-        """Keeps what the next step needs."""
+        """Keeps the sums that the next step needs."""
 
     def refuse_capture(self, snapshot: Snapshot) -> None:
         """Raises if a step from this source cannot be captured in a CUDA graph."""
 
 
 class PassOne(Source):
-    """Reads this step's gradients."""
+    """Computes the sums by reading this step's gradients: pass 1."""
 
     at_once = "exact"
 
@@ -61,7 +61,7 @@ class PassOne(Source):
         ranks = snapshot.ranks
         rows = [(bucket.sharding, self._row(bucket)) for bucket in snapshot.buckets]
         grad_sq, carried, fresh, count = ranks.total(rows, 4).unbind()
-        if snapshot.has_amsgrad:  # on all ranks, whatever tensors each has
+        if snapshot.has_amsgrad:  # asked of the groups, so that all ranks agree whatever tensors each has
             factor = gate.grad_factor(grad_sq, ranks.device)
             maxima = [
                 (bucket.sharding, bucket.backend.pass1_amsgrad(bucket, on_device(factor, bucket.device)).reshape(1))
@@ -73,26 +73,26 @@ class PassOne(Source):
 
     def _row(self, bucket: Bucket) -> Tensor:
         sums = bucket.backend.pass1(bucket)
-        if bucket.amsgrad:  # the recursion of each element holds for sums, but not for maxima
+        if bucket.amsgrad:  # sums follow the recursion of their elements, but sums of maxima do not
             sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
         return torch.cat([sums, bucket.count.reshape(1)])
 
 
 class Left(NamedTuple):
-    """Holds what the step before has left, over all ranks."""
+    """Holds the sums that the step before has left, over all ranks."""
 
     row: Tensor  # the sum of v^, its number of elements, the sum of squared gradients
-    has_stepped: bool | None  # whether any step was taken. None: only the device knows
+    has_stepped: bool | None  # whether any step was taken; None if only the device knows
 
 
 class StepBefore(Source):
-    """Takes v^ as the state has it before this step, over all parameters that have taken a step.
+    """Takes the sum of v^ from the state before this step, over all parameters that have taken a step.
 
-    So the mean follows from the state alone: it does not depend on which gradients come and go, on skipped steps, on a
-    resume. As long as no parameter has taken a step, pass 1 takes its place.
+    So the mean follows from the state alone: missing gradients, skipped steps and resuming a run do not change it. Pass
+    1 is used until some parameter has taken a step.
 
-    On several ranks the sums travel while the model computes: a step starts the reduction for the next one. Whoever
-    writes to the state in between must do so on all ranks.
+    On several ranks the sums travel while the model computes: each step starts the reduction for the next one. Code
+    that writes to the state in between must do so on all ranks.
     """
 
     at_once = "lagged"
@@ -100,7 +100,7 @@ class StepBefore(Source):
     def __init__(self, pass_one: PassOne) -> None:
         self._pass_one = pass_one
         self._reduction: Reduction | None = None
-        self._left: Left | None = None  # by the step before, if someone has asked for it already
+        self._left: Left | None = None  # received by `is_known`, for `sums` to take
 
     def is_known(self, snapshot: Snapshot) -> bool:
         """Returns whether any parameter of any rank has taken a step."""
@@ -115,14 +115,14 @@ class StepBefore(Source):
         before = Sums(None, carried, torch.zeros_like(carried), count)
         if left.has_stepped is not None:
             return before if left.has_stepped else self._pass_one.sums(snapshot, gate)
-        # The device knows whether any step was taken, and is not waited for.
+        # Only the device knows whether any step was taken, so it chooses: reading the answer would wait for it.
         now = self._pass_one.sums(snapshot, gate)
         pairs = zip(before[1:], now[1:], strict=True)
         return Sums(now.grad_sq, *(torch.where(count > 0, old, new) for old, new in pairs))
 
     def _received(self, snapshot: Snapshot) -> Left:
         ranks, buckets = snapshot.ranks, snapshot.buckets
-        reduction, self._reduction = self._reduction, None  # gone even if a rank has died and `finish` raises
+        reduction, self._reduction = self._reduction, None  # before `finish`, which raises if a rank has died
         if reduction is None:
             row = ranks.total([(bucket.sharding, _left_by(bucket)) for bucket in buckets], 3)
         else:
@@ -135,7 +135,7 @@ class StepBefore(Source):
         return Left(row, True if is_known else None)
 
     def grad_norm(self, step: Step) -> Tensor:
-        """Returns the norm that the update was the first to sum: on several ranks that of the step before."""
+        """Returns the norm that the update summed; on several ranks, the norm of the step before."""
         ranks = step.ranks
         if not ranks.is_local:
             return self._last_grad_sq.sqrt()
@@ -153,7 +153,7 @@ class StepBefore(Source):
         self._reduction = step.ranks.start(rows, 3)
 
     def forget(self) -> None:
-        """Drops what the step before left. All ranks must do so, or none."""
+        """Drops the sums that the step before left. All ranks must do so, or none."""
         reduction, self._reduction, self._left = self._reduction, None, None
         if reduction is not None:
             reduction.abandon()
@@ -172,13 +172,13 @@ def _left_by(bucket: Bucket) -> Tensor:
     return torch.stack([total, count, torch.zeros_like(total)])
 
 
-# --- The caller
+# --- Sums from the caller
 
 
 class FromCaller(Source):
-    """Takes the sum of squared gradients from the caller, for a step of all that it covers, on all ranks.
+    """Takes the sum of squared gradients from the caller, for one step of all gradients in the sum, on all ranks.
 
-    Exact where all parameters have taken equally many steps. Where not, the squared gradients count as spread evenly.
+    The mean is exact if all parameters have taken equally many steps. Else it takes gradients as spread evenly.
     """
 
     is_given = True
@@ -193,11 +193,11 @@ class FromCaller(Source):
 
 
 class FromCallerInParts(Source):
-    """Takes the sum of squared gradients and its number of elements from the caller, where a call may step only some of
-    them: wrappers step one group at a time.
+    """Takes the sum of squared gradients and its number of elements from the caller, who may step only some of these
+    elements in a call: wrappers step one group at a time.
 
     Only the sum of v is carried from step to step, without communication. So all its elements must have a gradient in
-    each step. Calls belong to the same step until a parameter comes again.
+    each step. Calls belong to the same step until a parameter recurs.
     """
 
     is_given = True
@@ -206,10 +206,10 @@ class FromCallerInParts(Source):
         self.forget()
 
     def forget(self) -> None:
-        """Starts again from the state, after steps of another kind."""
-        self._sum: Tensor | None = None  # of v, before the step that calls belong to
+        """Drops the carried sum, after steps of another kind: the next call computes it from the state."""
+        self._sum: Tensor | None = None  # the sum of v before the present step
         self._steps: Tensor | None = None
-        self._next: tuple[Tensor, Tensor] | None = None  # both, after it
+        self._next: tuple[Tensor, Tensor] | None = None  # sum and steps after the present step
         self._stepped: set[int] = set()
         self.is_begun = False
         self.continues = False
@@ -217,7 +217,7 @@ class FromCallerInParts(Source):
     def take_up(
         self, grad_sq: Tensor, numel: int, groups: Groups, state: State, over: ShardedOver | None
     ) -> FromCallerInParts:
-        """Takes up a call: its sum, and the groups and state from which the sum of v is found if none is carried."""
+        """Takes up a call's sum, and the groups and state from which to compute the sum of v if none is carried."""
         self.is_begun = True
         self._grad_sq, self._numel = grad_sq, numel
         self._beta2, self._bias_correction = float(groups[0]["betas"][1]), groups[0]["bias_correction"]
@@ -235,7 +235,7 @@ class FromCallerInParts(Source):
         self._stepped = self._stepped | ids if self.continues else ids
         if not self.continues:
             self._sum, self._steps = self._next or stored_sum(*self._stored)
-        if not gate.may_skip:  # a step that is skipped would leave none
+        if not gate.may_skip:  # a skipped update would leave the placeholder sums in place
             for bucket in snapshot.buckets:
                 bucket.allow_missing_sums()
         assert self._sum is not None
@@ -264,8 +264,8 @@ class FromCallerInParts(Source):
 
 
 def stored_sum(groups: Groups, state: State, over: ShardedOver | None) -> tuple[Tensor, Tensor]:
-    """Returns the sum of v over all state on all ranks, since wrappers show one group at a time, and the most steps
-    that any parameter here has taken."""
+    """Returns the sum of v over all state on all ranks, not just over the group that a wrapper shows, and the largest
+    step count of any parameter on this rank."""
     group_of = {param: group for group in groups for param in group["params"]}
     params = [
         (param, group_of.get(param, {}))
@@ -285,20 +285,20 @@ def stored_sum(groups: Groups, state: State, over: ShardedOver | None) -> tuple[
 
 
 class StepCall(NamedTuple):
-    """Holds what `optimizer.step()` was told about the gradients."""
+    """Holds the arguments of `optimizer.step()`, and the attributes that GradScaler sets for it."""
 
     grad_sumsq: float | Tensor | None = None
     numel: int | None = None
-    grad_scale: Tensor | None = None  # of GradScaler, as the next one
-    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None  # from GradScaler
+    found_inf: Tensor | None = None  # from GradScaler
 
     def checked_grad_sq(self, groups: Groups, options: Options, device: torch.device) -> Tensor:
         """Returns the sum of squared gradients as a tensor, after checking that it can be used.
 
-        NaN is what bad gradients have, and only for steps that may be skipped. A sum on a GPU is not waited for.
+        Bad gradients make the sum NaN, which only steps that may be skipped accept. A sum on a GPU is not read.
         """
         given, numel = self.grad_sumsq, self.numel
-        if isinstance(given, Tensor):  # of a sharded model, what clip_grad_norm_ returns is a DTensor
+        if isinstance(given, Tensor):  # clip_grad_norm_ returns a DTensor for a sharded model
             whole: Any = given
             given = (whole.full_tensor() if is_dtensor(whole) else whole).detach()
         if not self._is_sum(given, options.skip_nonfinite):
@@ -323,7 +323,7 @@ class StepCall(NamedTuple):
 
 
 def _check_use_of_sum(groups: Groups, options: Options) -> None:
-    """Refuses a sum of squared gradients from which the mean does not follow."""
+    """Refuses a sum of squared gradients with options for which it does not determine the mean."""
     problem = None
     if options.schedule == "lagged":
         problem = 'schedule="lagged", which looks at no gradient of this step. Use "exact", which reads no more with it'

@@ -1,6 +1,6 @@
-"""One step: begun, given gradients once or several times, and ended; and all that is kept from step to step.
+"""One step: begun, given gradients once or several times, and ended; and everything kept from step to step.
 
-All steps are taken this way, wherever gradients and sums come from.
+All steps are taken this way, wherever their gradients and sums come from.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from swd_fused.options import Options
 
 GRAD = attrgetter("grad")
 
-# Wrappers that show the optimizer one group at a time come back to each of them.
+# Wrappers that show the optimizer one group at a time show each group again in the next step.
 SNAPSHOTS_KEPT = 8
 
 
 class Judge(Protocol):
-    """Decides about steps by what it knows of those before."""
+    """Judges a step by its gradient norm and those of earlier steps."""
 
     def gate(self, step: Step) -> Gate:
-        """Returns the gate of a step that depends on steps before."""
+        """Returns a gate for the step that may skip or clip it."""
 
 
 class Seams(NamedTuple):
-    """Holds what the core knows by its protocol only."""
+    """Holds the objects that the core knows only by their protocols."""
 
     choose: Choose
     decay: Decay
@@ -51,9 +51,9 @@ class Seams(NamedTuple):
 
 
 class Stepper:
-    """Takes the steps of one optimizer. All that it keeps from step to step follows from the groups and the state.
+    """Takes the steps of one optimizer. Whatever it keeps from step to step follows from the groups and the state.
 
-    It knows neither the optimizer, which could not be freed at once otherwise, nor where gradients come from.
+    It holds no reference to the optimizer, which could not be freed at once otherwise.
     """
 
     def __init__(self, options: Options, sharded_over: ShardedOver | None, seams: Seams) -> None:
@@ -64,29 +64,29 @@ class Stepper:
         self.seams = seams
         self.sharded_over = sharded_over
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        # Kept for graphs that may be replayed, even after other state was loaded: captured steps, and the pinned
-        # memory that they copy from.
+        # Captured steps, and the pinned memory that they copy from: graphs may be replayed even after other state was
+        # loaded.
         self._in_graphs: list[Snapshot | list[Tensor]] = []
         self.set_options(options)
         self.restart(None, (), is_fresh=True)
 
     def set_options(self, options: Options) -> None:
-        """Obeys these options from the next step on."""
+        """Sets the options that hold from the next step on."""
         self.options = options
         if self.options_of_tensors != options.of_tensors():
             self.options_of_tensors = options.of_tensors()
-        self._step_before.forget()  # what it has left is too old when steps that need it come again
+        self._step_before.forget()  # the sums that it left would be out of date when a step needs them again
         self.source: Source = self._step_before if options.needs_one_pass else self._pass_one
         self.values: GroupValues | None = None
 
     def restart(self, last: StepScalars | Tensor | None, entries: Groups, is_fresh: bool) -> None:
-        """Forgets the steps so far, after other state was loaded or copied. `last` is what the last step has left.
+        """Forgets the steps so far, after other state was loaded or copied. `last` has the last step's results, if any.
 
         `entries` are the defaults and the groups; `is_fresh` says that training begins here.
         """
         self.forget()
         self.last: StepScalars | Tensor = torch.full((3,), math.nan, device="cpu") if last is None else last
-        self.last_of_graphs: Tensor | None = None  # graphs go on with the state before
+        self.last_of_graphs: Tensor | None = None  # graphs captured so far step the state before
         self.steps_taken = 0
         for observer in self.seams.observers:
             observer.restart(entries, is_fresh)
@@ -94,17 +94,17 @@ class Stepper:
     def forget(self) -> None:
         """Drops everything that is kept beside the state."""
         self.values = None
-        self.concerned: list[Observer] = []  # the observers that are concerned by the present groups
+        self.concerned: list[Observer] = []  # the observers whose `concerns` holds for the present groups
         self._kept: list[Snapshot] = []
-        self.latest: Snapshot | None = None  # the first of these, which is of the last step
+        self.latest: Snapshot | None = None  # the first of `_kept`, used by the last step
         self._step_before.forget()
         self.in_parts.forget()
 
-    # --- What a step asks for
+    # --- Before a step
 
     def source_for(self, call: StepCall, groups: Groups, state: State) -> Source:
-        """Returns the source of the sums for a call that knows them, or the first one after such calls. All ranks come
-        to the same one."""
+        """Returns the source of the sums for a call that passes a sum, or for the first call after one that did. All
+        ranks choose the same source."""
         if call.grad_sumsq is None or call.numel is None:
             self.in_parts.forget()
         if call.grad_sumsq is None:
@@ -124,7 +124,7 @@ class Stepper:
         return self.values
 
     def let_speak(self, groups: Groups) -> GroupValues:
-        """Returns the groups as numbers after observers have warned of them or changed them."""
+        """Lets observers warn or change groups. Returns the groups as numbers, read anew."""
         for observer in self.concerned:
             if observer.is_due:
                 observer.speak(groups)
@@ -133,7 +133,7 @@ class Stepper:
     def snapshot(self, inputs: Inputs) -> Snapshot:
         """Returns a snapshot of these tensors: one that still holds, or a new one.
 
-        Everything that can be refused is refused here, for all buckets, before anything is written.
+        Tensors that cannot be stepped are refused here, for all buckets, before anything is written.
         """
         last = self.latest
         snapshot = next((kept for kept in self._kept if kept.holds(inputs)), None)
@@ -155,25 +155,25 @@ class Stepper:
         self.latest = snapshot
         return snapshot
 
-    # --- What a step leaves
+    # --- After a step
 
     def count_skipped(self, skip: Tensor) -> None:
-        """Counts a step if it was skipped. In place: a CUDA graph does so in each replay."""
+        """Counts a step if it was skipped. Adds in place, so that a CUDA graph counts in each replay."""
         if self.skipped_steps.device != skip.device:
             move = from_host if self.skipped_steps.is_cpu else to_device
             self.skipped_steps = move(self.skipped_steps, skip.device)
         self.skipped_steps.add_(skip.to(torch.int64))
 
     def refuse_capture(self, step: Step) -> None:
-        """Raises if a step cannot be captured in a CUDA graph because it would set a count back in each replay."""
+        """Raises if each replay of a captured step would reset the count of skipped steps."""
         if step.gate.may_skip and self.skipped_steps.device != step.ranks.device:
             raise graphs.first_in_capture("that may be skipped", "skipped_steps")
 
     def leave_last_to_graphs(self, results: StepScalars | Tensor) -> None:
-        """Keeps the last results in memory that graphs write as well.
+        """Keeps the last results in memory that graphs write to as well.
 
-        The host is not told of replays, so what it reads after one must be where the replay writes. All graphs and all
-        steps between them share the memory of the first capture.
+        The host is not told of replays, so it must read the results where a replay writes them. All graphs, and all
+        steps between them, share the memory of the first capture.
         """
         logged = results[:2] if isinstance(results, Tensor) else torch.stack(results[:2])
         if self.last_of_graphs is None:
@@ -183,28 +183,28 @@ class Stepper:
         self.last = self.last_of_graphs
 
     def keep_for_graphs(self, referred_to: Snapshot | list[Tensor]) -> None:
-        """Keeps what a captured step refers to."""
+        """Keeps the memory that a captured step refers to."""
         self._in_graphs.append(referred_to)
         if isinstance(referred_to, Snapshot) and self.latest is not None:
-            self.latest.note_versions()  # the writes are counted, and known only to the copies
+            self.latest.note_versions()  # torch has counted the writes, but only the copies have noted them
 
 
 class Step:
-    """A step of some groups. `update` takes the gradients that are there, once or, in the backward pass, many times.
+    """Takes one step of some groups. `update` is called once or, during a backward pass, many times.
 
-    The schedule's mean is found in the first update and holds for the others. `is_partial` says that more gradients are
-    to come.
+    The first update finds the schedule's mean, and the others use it. `is_partial` says that more gradients are to
+    come.
     """
 
-    buckets: list[Bucket]  # these two are known after the first update
+    buckets: list[Bucket]  # set by the first update, as `ranks`
     ranks: Collective
-    results: StepScalars | Tensor  # known at the end
+    results: StepScalars | Tensor  # set by `end`
     skip: Tensor | None = None  # not 0 if the step changes nothing; None if it could not be skipped
     mean: Tensor | None = None
     grad_factor: Tensor | None = None
-    grad_sqs: dict[Sharding, Tensor]  # of squared gradients, where the update was the first to sum them
+    grad_sqs: dict[Sharding, Tensor]  # sums of squared gradients, if pass 2 computes them
     is_partial = False
-    interrupts: DeferredInterrupts | None = None  # from when something is written; to be delivered after the end
+    interrupts: DeferredInterrupts | None = None  # from the first write; to be delivered after the end
     _is_captured = False
     _snapshot: Snapshot | None = None
     _at_once: Tensor | None = None  # the results, if one call has taken the whole step
@@ -226,16 +226,16 @@ class Step:
 
     @property
     def number(self) -> int:
-        """How many steps were taken before and with it, since training or a resumed run began."""
+        """The number of steps taken since training or a resumed run began, this one included."""
         return self._stepper.steps_taken
 
     @property
     def is_continued(self) -> bool:
-        """Whether it goes on with the step that another call has begun."""
+        """Whether this call continues a step that another call has begun."""
         return self.source.continues
 
     def update(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
-        """Steps the parameters that have a gradient. Refuses what it cannot do before anything is written.
+        """Steps the parameters that have a gradient. Raises only before anything is written.
 
         Returns False, having written nothing, if the mean needs all gradients and more are to come.
         """
@@ -264,7 +264,7 @@ class Step:
             bucket = snapshot.only_bucket
             is_judged = stepper.options.outliers is not None  # by device operations between the passes
             if bucket is not None and self.mean is None and not (self.is_partial or is_judged):
-                # One call that nothing has to be counted after cannot be interrupted.
+                # Ctrl-C is deferred unless the step is one atomic call after which nothing must be counted.
                 if not bucket.backend.is_atomic or stepper.counts_steps or self.gate.may_skip:
                     self._defer_interrupts()
                 self._at_once = self._take_at_once(bucket)
@@ -279,12 +279,12 @@ class Step:
         return True
 
     def _defer_interrupts(self) -> None:
-        """Puts off Ctrl-C until whoever takes the step has ended it, and lets `interrupts` deliver."""
+        """Defers Ctrl-C until `deliver_interrupts`, which is called once the step has ended."""
         if self.interrupts is None:
             self.interrupts = DeferredInterrupts()
 
     def deliver_interrupts(self) -> None:
-        """Calls the handler of an interrupt that was put off."""
+        """Calls the handler of a deferred interrupt, if there was one."""
         interrupts, self.interrupts = self.interrupts, None
         if interrupts is not None:
             interrupts.deliver()
@@ -309,9 +309,9 @@ class Step:
             self.grad_sqs[bucket.sharding] = grad_sq if before is None else before + grad_sq
 
     def _take_at_once(self, bucket: Bucket) -> Tensor | None:
-        """Takes both passes as one call, if the bucket's backend offers that for this source.
+        """Runs both passes in one call, if the bucket's backend offers that for this source.
 
-        Returns StepScalars as one tensor: taking it apart takes longer than a small step needs for its sums.
+        Returns StepScalars as one tensor: splitting it takes longer than a small step needs for its sums.
         """
         how, gate = self.source.at_once, self.gate
         if how == "lagged" and not (bucket.has_stepped or bucket.find_whether_stepped()):
@@ -330,13 +330,13 @@ class Step:
         for observer in self._stepper.concerned:
             observer.refuse_capture(self)
         captured = snapshot.for_capture()
-        for bucket in snapshot.buckets:  # only the copies need the gradients
+        for bucket in snapshot.buckets:  # only the captured copies need the gradients
             bucket.grads = []
         self._is_captured = True
         return captured
 
     def end(self) -> None:
-        """Leaves what the next step needs, and tells those who want to know. Does nothing if nothing had a gradient."""
+        """Keeps what the next step needs, and notifies observers. Does nothing if no parameter had a gradient."""
         snapshot, stepper, gate = self._snapshot, self._stepper, self.gate
         if snapshot is None:
             return
@@ -373,8 +373,8 @@ class Step:
 
 
 def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | None] | None, call: StepCall) -> None:
-    """Takes a step of all groups with these gradients, or with those that the parameters have."""
-    if torch.is_inference_mode_enabled():  # state that is made in inference mode could never be written to outside
+    """Takes a step of all groups with these gradients, or with the parameters' own if `grads` is None."""
+    if torch.is_inference_mode_enabled():  # state made in inference mode could not be written to outside of it
         with torch.inference_mode(False), torch.no_grad():
             return take(stepper, groups, state, grads, call)
     skips_nonfinite = stepper.options.skip_nonfinite

@@ -1,4 +1,4 @@
-"""Checks of parameters and gradients before a step, or with a new group."""
+"""Checks parameters and gradients before a step, or when a group is added."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_grads(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def check_memory(tensors: Iterable[Tensor]) -> None:
-    """Raises if memory that a step needs was freed: kernels would read it as if it were still there."""
+    """Raises if memory that a step needs was freed: kernels would read the address without noticing."""
     for tensor in tensors:
         if not tensor.is_meta and not tensor.data_ptr() and tensor.numel():
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Parameter groups as numbers: a row for each group, in a table on each device, and whether they still hold."""
+"""Parameter groups as numbers: a row for each group in a table on each device, and the check that these still hold."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ SCHEDULED = {"lr", "betas"}  # what schedulers change
 
 
 class FollowedLr(Protocol):
-    """Follows the learning rate of a group whose decay depends on those of the steps before."""
+    """Follows the learning rate of a group whose decay depends on the learning rates of earlier steps."""
 
     def decay_lr(self) -> Tensor | None:
-        """Returns the column `decay_lr` on the device, None where the group's row has it."""
+        """Returns `decay_lr` as a tensor on the device, or None if the group's row has it as a number."""
 
     def count(self) -> None:
-        """Counts the learning rate of a step that was taken."""
+        """Counts the learning rate of a step, taken or skipped."""
 
 
 class Decay(Protocol):
-    """Knows how groups decay."""
+    """Turns the decay options of groups into numbers."""
 
     def columns(self, group: Mapping[str, Any], lr: float) -> dict[str, float]:
-        """Returns the columns of a group's row that say how it decays. `lr` is -1 for one that is a tensor."""
+        """Returns the columns of a group's row that say how it decays. `lr` is -1 if it is a tensor."""
 
     def follow_lr(self, group: Group) -> FollowedLr | None:
-        """Returns what follows the learning rate of a group, None if its decay depends on no other one."""
+        """Returns the follower of a group's learning rate, or None if its decay needs only the present one."""
 
     def harmless_mean(self, columns: Mapping[str, float], lr: float) -> float:
-        """Returns a mean of v^ from which on there is nothing to warn of."""
+        """Returns a mean of v^ at and above which the decay needs no warning."""
 
 
 class HyperRow(NamedTuple):
     """Holds the hyper-parameters of a parameter group: the columns of the table that kernels read."""
 
     lr: float  # -1 stands for a tensor, which is not read here
-    decay_lr: float  # takes its place before the decay, see `decay.kinds`; mostly lr itself
+    decay_lr: float  # multiplies the decay in place of lr, see `decay.kinds`; mostly equal to lr
     beta1: float
     beta2: float
     eps: float
@@ -60,12 +60,12 @@ class HyperRow(NamedTuple):
     decoupled_decay: float  # AdamW's, or independent of the learning rate
     l2: float  # Adam's
     corrects_bias: float  # 1 or 0
-    cautious: float  # 1 or 0: whether only weights decay that the update brings nearer to zero
-    ema_decay: float  # of the averages of weights; 1, which would leave them as they are, where there are none
+    cautious: float  # 1 or 0: whether weights that the update moves away from zero do not decay
+    ema_decay: float  # of the averages of weights; 1, which would never change an average, if there are none
     ema_warmup: float  # 1 or 0
 
 
-BOTH_LRS = 2  # they come first
+BOTH_LRS = 2  # the first two columns: lr and decay_lr
 
 
 def hyper_row(group: Mapping[str, Any], decay: Decay) -> HyperRow:
@@ -86,7 +86,7 @@ def hyper_row(group: Mapping[str, Any], decay: Decay) -> HyperRow:
 
 
 class GroupKind(NamedTuple):
-    """Holds what decides which state and ranks the parameters of a group have."""
+    """Holds the options that decide which state a group's parameters have, and over which ranks they are summed."""
 
     size: int
     amsgrad: bool
@@ -103,7 +103,7 @@ class Hyper:
         self.rows = list(rows)
         self.table = torch.tensor(rows, dtype=scalar_dtype(device), device="cpu")
         self.is_captured = False
-        self._memory: Any = None  # of the table, where the host may write to it
+        self._memory: Any = None  # the table's memory, if the host may write to it
         if device.type != "cpu":
             self.is_captured = graphs.is_capturing(device)
             self.table = from_host(self.table, device)
@@ -112,9 +112,9 @@ class Hyper:
         self._columns: dict[str, Tensor] = {}
 
     def follows(self, index: int, row: HyperRow) -> bool:
-        """Writes another row to the table, or returns False: one on a GPU may still be read, by a graph for instance.
+        """Replaces a row in place. Returns False for a table on a GPU, which a graph, for instance, may still read.
 
-        A scheduler changes it in each step, and a new tensor took 25 us in a training loop.
+        Schedulers change a row in each step, and a new tensor took 25 us in a training loop.
         """
         if self._memory is None:
             return False
@@ -129,17 +129,17 @@ class Hyper:
         return column
 
     def bias_correction(self, beta: str, groups: Tensor, steps: Tensor) -> Tensor:
-        """Returns 1 - beta^steps by tensor, given the group of each; or 1 where bias is not corrected."""
+        """Returns 1 - beta^steps for each tensor, 1 where bias is not corrected. `groups` has each tensor's group."""
         return 1 - self.column("corrects_bias")[groups] * self.column(beta)[groups] ** steps
 
     def ema_weights(self, groups: Tensor, steps: Tensor) -> Tensor:
-        """Returns by tensor the weight of the new parameter in its average, given the group of each."""
+        """Returns for each tensor the weight of the new parameter in its average. `groups` has each tensor's group."""
         ema_decay, warms_up = self.column("ema_decay")[groups], self.column("ema_warmup")[groups] != 0
         steps = steps.to(ema_decay.dtype)
         return 1 - torch.where(warms_up, torch.minimum(ema_decay, (1 + steps) / (10 + steps)), ema_decay)
 
     def set_lr(self, index: int, lr: Tensor, decay_lr: Tensor | None = None) -> None:
-        """Copies a group's learning rate on the device: schedulers change it in place. Mostly decays use the same."""
+        """Copies a learning rate that is a tensor to the table. `decay_lr` is None if the decay uses the same one."""
         if lr.is_cpu and graphs.is_capturing(self.table.device):
             raise ValueError(
                 f"step got lr={lr.item():g} as a CPU tensor in the capture of a CUDA graph, which could not follow its "
@@ -149,15 +149,15 @@ class Hyper:
         both = lr.detach().reshape(()).clamp(min=0)
         if decay_lr is not None:
             both = torch.stack([both.to(decay_lr.dtype), decay_lr])
-        is_waited_for = self.table.is_cpu  # else it would be read before it is there
+        is_waited_for = self.table.is_cpu  # the host could read the table before an asynchronous copy arrives
         self.table[index, :BOTH_LRS].copy_(both, non_blocking=not is_waited_for)
 
 
 class Seen(NamedTuple):
-    """Holds a group as it was read."""
+    """Holds a group as it was last read."""
 
     entries: Group
-    rest: Callable[[Group], tuple[object, ...]]  # returns what schedulers do not change
+    rest: Callable[[Group], tuple[object, ...]]  # returns the entries that schedulers do not change
     size: int
 
     @staticmethod
@@ -168,8 +168,8 @@ class Seen(NamedTuple):
 class GroupValues:
     """Holds the hyper-parameters of all groups as one step reads them.
 
-    Checked and made anew when any entry of a group has become another object, whatever its key: so an entry that is
-    added to groups needs no mention here. Only the numbers that schedulers change are taken up without that.
+    They are checked and made anew when any entry of a group has become another object, whatever its key, so new options
+    need no mention here. Only the numbers that schedulers change are taken up in place.
     """
 
     def __init__(self, groups: Groups, kind: Any, decay: Decay) -> None:
@@ -180,7 +180,7 @@ class GroupValues:
         self._decay = decay
         self.followed: dict[int, FollowedLr] = {}
         self._tables: dict[torch.device, Hyper] = {}
-        can_change = False  # without becoming another object
+        can_change = False  # whether betas may change without becoming another object
         for index, group in enumerate(groups):
             check_group(group, kind)
             self.kinds.append(
@@ -205,11 +205,11 @@ class GroupValues:
         self._seen = [] if can_change else list(map(Seen.of, groups))
 
     def _harmless_mean(self) -> float:
-        """Returns a mean of v^ from which on there is nothing to warn of in any group."""
+        """Returns a mean of v^ at and above which no group's decay needs a warning."""
         return max((self._decay.harmless_mean(row._asdict(), row.lr) for row in self.rows), default=0.0)
 
     def hold(self, groups: Groups) -> bool:
-        """Returns whether these are the groups' values, after taking up what schedulers have changed."""
+        """Takes up new learning rates and betas. Returns False if the values must be made anew."""
         if len(groups) != len(self._seen):
             return False
         for index, group in enumerate(groups):
@@ -219,7 +219,7 @@ class GroupValues:
             try:
                 if not all(map(is_, rest(group), rest(seen))):
                     return False
-            except KeyError:  # another key in place of one
+            except KeyError:  # a key was replaced by another one
                 return False
             is_same = group["lr"] is seen["lr"] and group["betas"] is seen["betas"]
             if not (is_same or self._follow(index, group, seen)):
@@ -227,7 +227,7 @@ class GroupValues:
         return True
 
     def _follow(self, index: int, group: Group, seen: Group) -> bool:
-        """Takes up other numbers, and returns whether they are plain and allowed. All else was checked before."""
+        """Takes up a new learning rate and betas, or returns False if these are not plain, valid numbers."""
         lr, betas = group["lr"], group["betas"]
         if not (
             type(lr) is type(seen["lr"]) is float
@@ -248,29 +248,29 @@ class GroupValues:
                 del self._tables[device]
         if rises:
             self.harmless_mean = self._harmless_mean()
-        # At the end: whoever is interrupted before takes them up in the next step.
+        # Last: if Ctrl-C comes before, the next step takes them up again.
         seen["lr"], seen["betas"] = lr, betas
         return True
 
     def begin(self) -> None:
-        """Checks learning rates that are tensors, which change in place, without waiting for a GPU."""
+        """Checks learning rates that are tensors on the CPU, since these change in place."""
         for _, lr in self.tensor_lrs:
             if lr.is_cpu and not is_fake(lr):
                 check_tensor_lr(lr)
 
     def count_lrs(self, groups: Groups) -> None:
-        """Counts the learning rates of a step that was taken, which groups may keep."""
+        """Counts the learning rates of a step, taken or skipped. Groups keep the largest if their decay needs it."""
         for index, followed in self.followed.items():
             followed.count()
             if self._seen:
                 self._seen[index] = Seen.of(groups[index])
 
     def on(self, device: torch.device) -> Hyper:
-        """Returns the table on a device, with learning rates that are tensors as they are now."""
+        """Returns the table on a device, with the present values of learning rates that are tensors."""
         hyper = self._tables.get(device)
         if hyper is None:
             hyper = Hyper(self.rows, device)
-            if not hyper.is_captured:  # which is empty until the graph is replayed
+            if not hyper.is_captured:  # a captured table is empty until the graph is replayed
                 self._tables[device] = hyper
         for index, lr in self.tensor_lrs:
             followed = self.followed.get(index)

@@ -1,11 +1,11 @@
-"""The kinds of weight decay: the options of a parameter group that say how it decays, and what they do to a step.
+"""The kinds of weight decay: the options of a parameter group that say how it decays, and their effect on a step.
 
-An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: what a step is told of a group's
-decay. The effective decay and the warning follow from these columns, and at the end is what a state dict says of them.
+An option of the decay is a line in `DecayOptions`, and its effect is in `columns`: the numbers that a step has of a
+group's decay. The effective decay and the warning follow from these columns. Loading from state dicts is at the end.
 
 Corrected and independent decay relate the learning rate to the largest one so far. That is an entry of the group, so it
-is saved and loaded with it. Steps that were taken count, and those that were skipped, of which the host may not know.
-Of a learning rate that is a tensor the host knows no value, so `largest_lr` has to be given.
+is saved and loaded with it. Skipped steps count too, since the host may not know that they were skipped. The host does
+not know the value of a learning rate that is a tensor, so `largest_lr` must then be given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Lr = TypeVar("Lr", float, Tensor)
 
 SO_FAR = "largest_lr_so_far"
 
-# Where none is given: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
+# The defaults: the paper's, those of torch's AdamW and Adam, and AdamW's times its learning rate of 1e-3.
 WEIGHT_DECAYS: dict[Decay, float] = {"scheduled": 5e-4, "decoupled": 1e-2, "l2": 0.0, "independent": 1e-5}
 
 # Nobody uses so large a decay with AdamW, whose values are 0.01 to 0.3. The paper's 5e-4 acts like 1.2 at most when
@@ -38,7 +38,7 @@ SHARE = Check(
     "a number in [0, 0.05] with decay='independent', the share of a weight that a step removes",
     "AdamW's value times its lr is usual.",
 )
-# In place of a learning rate of 0, in whose units an effective decay could not be given.
+# Replaces a learning rate of 0, by which an effective decay could not be divided.
 ABOUT_TO_RISE = 1e-12
 
 MAX_DECAY = Check(
@@ -54,7 +54,7 @@ LARGEST_LR_SO_FAR = Check(
 
 
 class DecayOptions(NamedTuple):
-    """The options of a parameter group that are about its decay; `options.GroupOptions` has the others."""
+    """Lists the options of a parameter group's decay; `options.GroupOptions` has its other options."""
 
     weight_decay: Annotated[float, FINITE] = 5e-4
     max_decay: Annotated[float, MAX_DECAY] = 0.1
@@ -63,9 +63,9 @@ class DecayOptions(NamedTuple):
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
     largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: what steps have seen, see `LargestLr`. A tensor only in state dicts of 0.2.
+    # Not an argument: `LargestLr` sets it. It is a tensor only in state dicts of 0.2.
     largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
-    # It holds for the whole optimizer, and is here all the same: saved beside the values that it gives a meaning.
+    # Holds for the whole optimizer, but each group saves it beside the values that it gives a meaning.
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
 
 
@@ -73,14 +73,14 @@ class DecayOptions(NamedTuple):
 
 
 def columns(group: Group, lr: float) -> dict[str, float]:
-    """Returns the columns of a group's row that say how it decays. Only one of the three kinds is not 0.
+    """Returns the columns of a group's row that say how it decays. At most one of the three amounts is not 0.
 
     A step multiplies weights by 1 - min(decay_lr * weight_decay / (root of the mean + eps), max_decay) - decay_lr *
-    decoupled_decay. `lr` is -1 for one that is a tensor, whose `decay_lr` is found on the device.
+    decoupled_decay. `lr` is -1 if it is a tensor, whose `decay_lr` is computed on the device.
     """
     kind, amount = group["decay"], group["weight_decay"]
     if group["adamw_weight_decay"] is not None and kind == "scheduled":
-        # Until it is calibrated it is AdamW's, switched off as the schedule's.
+        # During calibration the decay is AdamW's. As with the schedule, weight_decay=0 switches it off.
         kind, amount = "decoupled", group["adamw_weight_decay"] if amount > 0 else 0.0
     return {
         "decay_lr": related_lr(group, lr, largest_lr(group, lr)) if lr > 0 and is_related(group) else lr,
@@ -93,15 +93,15 @@ def columns(group: Group, lr: float) -> dict[str, float]:
 
 
 def divisor(exp_avg_sq_mean: Lr, eps: Lr | float) -> Lr:
-    """The schedule: returns what it divides `weight_decay` by, the root of the mean plus eps."""
+    """Returns the divisor by which the schedule divides `weight_decay`: the root of the mean plus eps."""
     root = exp_avg_sq_mean.sqrt() if isinstance(exp_avg_sq_mean, Tensor) else math.sqrt(exp_avg_sq_mean)
     return root + eps
 
 
 def decay_factor(exp_avg_sq_mean: Tensor, column: Callable[[str], Tensor]) -> Tensor:
-    """Returns by group the factor that weights are multiplied by, given the columns by name.
+    """Returns for each group the factor by which a step multiplies weights. `column` returns a column by name.
 
-    A mean of zero (no gradient but zeros so far) decays nothing; nor does NaN, which would spread to all weights.
+    A mean of zero (only zero gradients so far) decays nothing; nor does NaN, which would spread to all weights.
     """
     lr = column("decay_lr")
     shrink = lr * column("weight_decay") / divisor(exp_avg_sq_mean, column("eps"))
@@ -109,7 +109,7 @@ def decay_factor(exp_avg_sq_mean: Tensor, column: Callable[[str], Tensor]) -> Te
     return 1 - scheduled - lr * column("decoupled_decay")
 
 
-# --- What follows from it
+# --- The effective decay, the warning's bound, and checks
 
 
 def effective_decay(group: Group, exp_avg_sq_mean: float, lr: float) -> float:
@@ -125,7 +125,7 @@ def effective_decay(group: Group, exp_avg_sq_mean: float, lr: float) -> float:
 
 
 def harmless_mean(found: Mapping[str, float], lr: float) -> float:
-    """Returns a mean from which on there is nothing to warn of in a group with these columns."""
+    """Returns a mean at and above which a group with these columns needs no warning."""
     if lr < 0:
         return math.inf if found["weight_decay"] else 0.0
     rms = found["weight_decay"] * max(found["decay_lr"] / found["max_decay"], 1 / FAR_BEYOND_ADAMW)
@@ -133,7 +133,7 @@ def harmless_mean(found: Mapping[str, float], lr: float) -> float:
 
 
 def check_combination(group: Group) -> None:
-    """Refuses options that mean nothing together."""
+    """Raises if some options have no meaning together."""
     kind = group["decay"]
     nothing_with = {
         "adamw_weight_decay": ("decoupled", "independent", "l2"),  # no schedule could start from it
@@ -164,26 +164,26 @@ def is_related(group: Group) -> bool:
 
 
 def related_lr(group: Group, lr: Lr, largest: Lr) -> Lr:
-    """Returns what takes the place of a learning rate > 0 before `weight_decay`. While it is the largest one, corrected
-    decay has `lr` itself, to the bit."""
+    """Returns the factor that multiplies `weight_decay` in place of a learning rate > 0. While `lr` is the largest one,
+    corrected decay uses `lr` itself, to the bit."""
     share = lr / largest
     return share if group["decay"] == "independent" else lr * share
 
 
 def largest_lr(group: Group, lr: float) -> float:
-    """Returns the largest learning rate if this one counts. May wait for a device."""
+    """Returns the largest learning rate so far, `lr` included. May wait for a device."""
     return max(lr, float(group[SO_FAR]), group["largest_lr"] or 0.0)
 
 
 class LargestLr:
-    """Follows the learning rate of a group, whose decay is related to the largest one."""
+    """Follows the learning rate of a group whose decay depends on the largest one so far."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._group = group
 
     def decay_lr(self) -> Tensor | None:
-        """Returns on the device what takes the place of a tensor before `weight_decay`. The group's row has a
-        number's."""
+        """Returns `related_lr` on the device if the learning rate is a tensor. Returns None for a number, whose value
+        is in the group's row."""
         lr = self._group["lr"]
         if not isinstance(lr, Tensor):
             return None
@@ -191,31 +191,31 @@ class LargestLr:
         return torch.where(lr > 0, related_lr(self._group, lr, lr.clamp(min=self._group["largest_lr"])), 0.0)
 
     def count(self) -> None:
-        """Counts the learning rate of a step that was taken."""
+        """Counts the learning rate of a step, taken or skipped."""
         lr = self._group["lr"]
         if not isinstance(lr, Tensor) and lr > self._group[SO_FAR]:
             self._group[SO_FAR] = float(lr)
 
 
 def follow_lr(group: dict[str, Any]) -> LargestLr | None:
-    """Returns what follows the learning rate of a group for its decay, None if that does not depend on it."""
+    """Returns the follower of a group's learning rate, or None if its decay does not depend on the largest one."""
     return LargestLr(group) if is_related(group) else None
 
 
-# --- In a state dict
+# --- Loading from a state dict
 
-# The entries of a group that say how much it decays. Values of one kind of decay mean nothing in another.
+# The entries of a group that say how much it decays. The values of one kind of decay have no meaning for another.
 CALIBRATION = ("adamw_weight_decay", "calibration_steps")
 VALUES = ("weight_decay", *CALIBRATION, "max_decay")
 
-# Entries that a group keeps when it loads another, as it keeps the kind of decay: a resumed run may decay otherwise.
+# Entries that a group keeps when it loads another, as it keeps its kind of decay: a resumed run may decay differently.
 VARIANTS = ("corrected_decay", "cautious_decay")
 
 ADAMWS = ("decoupled", None)
 
 
 def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], str | None]:
-    """Returns the entries that a group keeps when `saved` is loaded into it, and a warning if that makes a difference.
+    """Returns the entries that a group keeps when `saved` is loaded into it, and a warning if its decay differs.
 
     `decay` is the optimizer's own kind.
     """
@@ -241,16 +241,16 @@ def kept_decay(own: Group, saved: Group, decay: Decay) -> tuple[dict[str, Any], 
 
 
 def _saved_kind(saved: Group) -> Decay | None:
-    """Returns the kind of a saved group: None is AdamW's or Adam's, of an old torch or apex."""
-    if "decoupled_weight_decay" in saved:  # torch's own comes first: its optimizers keep our entries beside it
+    """Returns the kind of a saved group's decay, or None for AdamW's or Adam's, saved by an old torch or by apex."""
+    if "decoupled_weight_decay" in saved:  # torch's entry decides: its optimizers keep ours beside it
         return "decoupled" if saved["decoupled_weight_decay"] else "l2"
-    kind: Decay | None = saved.get("decay", "scheduled" if "max_decay" in saved else None)  # 0.1 did not save it
+    kind: Decay | None = saved.get("decay", "scheduled" if "max_decay" in saved else None)  # not saved by 0.1
     one_of(*get_args(Decay), None).require("decay", kind)
     return kind
 
 
 def _decay_of(group: Group, kind: Decay | None) -> tuple[str, float]:
-    """Returns the name and the value of the entry that counts."""
+    """Returns the name and the value of the entry that sets a group's decay."""
     is_calibrated = kind == "scheduled" and group.get("weight_decay") and group.get("adamw_weight_decay") is not None
     name = "adamw_weight_decay" if is_calibrated else "weight_decay"
     return name, group.get(name, 0)

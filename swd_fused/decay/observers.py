@@ -1,4 +1,4 @@
-"""The observers of the decay: calibration in AdamW's terms, and the warning of a decay that was meant for AdamW."""
+"""The observers of the decay: calibration to AdamW's value, and the warning of a value that was meant for AdamW."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 CALIBRATION_STEPS = 100
 
-# Only early in training: at its end gradients become small, and a decay that grows is the method.
+# How many steps are early. Later, gradients become small, and a growing decay is what the method intends.
 EARLY_STEPS = 100
 
-# How often to look at a device's mean after that. Each look takes the host as long as launching a kernel.
+# After the early steps, the interval between copies of a device's mean. A copy costs the host a kernel launch.
 STEPS_BETWEEN = 50
 
-# Of the table of hyper-parameters, which has learning rates that are tensors as numbers.
+# Columns of the table of hyper-parameters, where learning rates that are tensors are numbers.
 COLUMNS = ("lr", "decay_lr", "eps", "weight_decay", "max_decay")
 
 
 class Calibration(Observer):
-    """Lets the schedule start from AdamW's weight decay.
+    """Starts the schedule from AdamW's weight decay.
 
-    A group whose `adamw_weight_decay` is not None decays as AdamW's would with that value; or, as long as its
-    `weight_decay` is 0, not at all. When its `calibration_steps` have been taken, `weight_decay` is set so that the
-    schedule would have decayed as much in the last of them, and the schedule takes over. Both are entries of the group,
-    so they are saved and loaded with it.
+    A group whose `adamw_weight_decay` is not None decays as AdamW would with that value, or not at all while its
+    `weight_decay` is 0. When its `calibration_steps` have been taken, `weight_decay` is set so that the schedule would
+    have decayed as much in the last of them, and the schedule takes over. Both options are entries of the group, so
+    they are saved and loaded with it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Calibration(Observer):
         return options.decay == "scheduled" and any(group["adamw_weight_decay"] is not None for group in groups)
 
     def note(self, step: Step) -> None:
-        """Counts a step, which may have been skipped. One in several calls counts once."""
+        """Counts a step, even if it was skipped. A step that takes several calls counts once."""
         mean = step.results[0]
         self._mean = mean if step.skip is None else torch.where(step.skip == 0, mean, math.nan)
         calibrated = [group for group in step.groups if group["adamw_weight_decay"] is not None]
@@ -58,10 +58,10 @@ class Calibration(Observer):
         self.is_due = any(not group["calibration_steps"] for group in calibrated)
 
     def speak(self, groups: Groups) -> None:
-        """Lets the schedule take over in groups that have taken their last step of calibration. Waits for the device.
+        """Switches groups that have taken their last step of calibration to the schedule. Waits for the device.
 
-        Waits for a step with a usable mean: that of zero gradients, or of bad ones, says nothing. The mean is not
-        saved, so this is called before groups are.
+        A group is switched after a step with a usable mean, which zero gradients or bad ones do not give. The mean is
+        not saved, so this must be called before groups are saved.
         """
         done = [g for g in groups if g["adamw_weight_decay"] is not None and not g["calibration_steps"]]
         if not done:
@@ -82,7 +82,7 @@ class Calibration(Observer):
 
 
 def calibration_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the two entries of a new group, given all that it has: none where it does not decay."""
+    """Returns a new group's entries for calibration, given all its options. A group that does not decay has none."""
     if group["adamw_weight_decay"] is None or group["weight_decay"] == 0:
         return {"adamw_weight_decay": None, "calibration_steps": 0}
     return {"calibration_steps": group["calibration_steps"] or CALIBRATION_STEPS}
@@ -91,8 +91,8 @@ def calibration_of(group: Mapping[str, Any]) -> dict[str, Any]:
 class DecayWarning(Observer):
     """Warns, once, of a weight decay that was meant for AdamW, without making any step wait for its device.
 
-    The warning comes with the next step, before that changes anything: users may have turned warnings into errors, and
-    an error must leave parameters and state as they were. From a GPU the mean may come later still.
+    The warning comes at the start of the next step, before anything changes: users may have turned warnings into
+    errors, and an error must leave parameters and state as they were. From a GPU the mean may arrive even later.
     """
 
     needs_small_mean = True
@@ -101,17 +101,17 @@ class DecayWarning(Observer):
         self.restart((), is_fresh=False)
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
-        """Starts looking anew. `is_fresh` is whether training begins here, so that the first steps are early ones."""
+        """Starts anew. `is_fresh` says that training begins here, so that the first steps count as early."""
         self.is_due = self._is_done = False
         self._early_steps = EARLY_STEPS if is_fresh else 0
         self._message: str | None = None
-        self._pending: tuple[HostCopy, bool] | None = None  # the numbers on their way, and whether the step is early
+        self._pending: tuple[HostCopy, bool] | None = None  # numbers being copied, and whether the step is early
 
     def concerns(self, groups: Groups, options: Any) -> bool:
         return not self._is_done and options.decay == "scheduled"
 
     def note(self, step: Step) -> None:
-        """Takes up the mean of a step that has been taken, and the hyper-parameters that it was used with."""
+        """Takes up the mean of a step, and the hyper-parameters of that step."""
         mean, number = step.results[0], step.number
         if self._is_done or self.is_due or is_fake(mean):
             return
@@ -124,7 +124,7 @@ class DecayWarning(Observer):
             self.is_due = True
 
     def speak(self, groups: Groups) -> None:
-        """Warns of what earlier steps have shown."""
+        """Warns if the numbers of an earlier step call for it."""
         if self._pending is not None:
             copy, is_early = self._pending
             values = copy.arrived()
@@ -138,13 +138,13 @@ class DecayWarning(Observer):
 
 
 def _columns(step: Step) -> Tensor:
-    """Returns what decides about a step's decay, with a row for each group, where the mean is."""
+    """Returns `COLUMNS` of the hyper-parameters on the mean's device, with a row for each group."""
     hyper = step.values.on(step.results[0].device)
     return torch.stack([hyper.column(name) for name in COLUMNS], 1)
 
 
 def _message_on(values: list[float], is_early: bool) -> str | None:
-    """Returns the warning, if there is one. `values` are the mean, and the columns of each group."""
+    """Returns the warning, or None. `values` are the mean, and the columns of each group."""
     exp_avg_sq_mean, *columns = values
     if not exp_avg_sq_mean > 0:
         return None

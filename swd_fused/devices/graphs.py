@@ -1,14 +1,14 @@
-"""Keeps the memory that CUDA graphs refer to, knows the step counts that they advance, and refuses a first step there.
+"""Keeps the memory that CUDA graphs refer to, and the step counts that they advance. Refuses a first step in a capture.
 
 A captured step refers to memory by its address: tables, sums, step counts. A graph may be replayed at any time, mixed
-with other graphs and with ordinary steps, and there is no sign when it is gone. So:
+with other graphs and with ordinary steps, and nothing tells when a graph was deleted. So:
 
 - A captured step works on copies of the buckets. The optimizer keeps these, and pinned memory that graphs copy from, as
   long as it lives. Without the optimizer a graph has no moments either, and must not be replayed.
-- Memory that the copies share with other steps' buckets was made before the capture. It is updated in place, and the
-  copies never replace it.
-- Memory that is made during a capture belongs to the copies alone: before the first replay it holds nothing.
-- Step counts that a graph advances stay where they are, and all other steps read and write them there.
+- Memory that the copies share with other steps' buckets was allocated before the capture. It is updated in place, and
+  the copies never replace it.
+- Memory allocated during a capture belongs to the copies alone: before the first replay it holds no values.
+- Step counts that a graph advances stay at their address, and all other steps read and write them there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _shared_storages: dict[int, Any] = {}  # weak references by address
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns whether what is launched on this device now is recorded in a CUDA graph instead of run."""
+    """Returns whether launches on this device are being recorded in a CUDA graph instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -40,12 +40,12 @@ def keep(pinned: Tensor) -> None:
 
 
 def kept() -> list[Tensor]:
-    """Returns the tensors kept since the last call, a refused step's among them. The caller keeps them from now on."""
+    """Hands over the tensors kept since the last call, including those of refused steps, for the caller to keep."""
     return _pinned.__dict__.pop("tensors", [])  # type: ignore[no-any-return]
 
 
 def share_steps(steps: Iterable[Tensor]) -> None:
-    """Notes that a graph advances these step counts, which the captured step keeps."""
+    """Notes that a graph advances these step counts. The captured step keeps them alive."""
     for address in [address for address, storage in _shared_storages.items() if storage.expired()]:
         del _shared_storages[address]
     for step in steps:
@@ -64,11 +64,11 @@ def are_shared(steps: Iterable[Tensor]) -> bool:
     if not _shared_storages:
         return False
     found = (_shared_storages.get(step.untyped_storage().data_ptr()) for step in steps)
-    return any(storage is not None and not storage.expired() for storage in found)  # others may have the address since
+    return any(storage is not None and not storage.expired() for storage in found)  # expired: the address may be reused
 
 
 def first_in_capture(step: str, reset: str) -> RuntimeError:
-    """Returns the error for a step that makes what later ones go on with."""
+    """Returns the error for a captured step that would create values again in each replay."""
     return RuntimeError(
         f"FusedAdamS got the first step {step} in the capture of a CUDA graph, which would set {reset} back in each "
         "replay. Take such a step before, on a side stream."

@@ -12,7 +12,7 @@ from swd_fused.devices import graphs
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
-    """Copies host values to a device by way of pinned memory. From other memory CUDA may wait."""
+    """Copies host values to a device through pinned memory, since a copy from other memory may block the host."""
     if device.type != "cuda":
         return values.to(device, non_blocking=True)
     pinned = values.pin_memory()
@@ -28,12 +28,12 @@ def int64s(values: Iterable[int]) -> Tensor:
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype of sums and scalars on a device: float64 where it has that."""
+    """Returns the dtype of sums and scalars on a device: float64 if the device supports it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_device(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a value on this device. A copy to the CPU is waited for: else it would be read before it is there."""
+    """Returns a value on this device. Waits for a copy to the CPU, which could be read before it has arrived."""
     return value.to(device, dtype, non_blocking=device.type != "cpu")
 
 
@@ -55,14 +55,14 @@ class HostCopy:
         self._arrival.record()
 
     def arrived(self) -> list[float] | None:
-        """Returns the numbers, or None as long as they are on their way. A capture does not allow to ask."""
+        """Returns the numbers, or None while they are being copied. Asking is not allowed in a capture."""
         if graphs.is_capturing(self._device) or not self._arrival.query():
             return None
         return self._host.tolist()
 
 
 def can_be_read_later(value: Tensor) -> bool:
-    """Returns whether a HostCopy can be made now: not of a tensor without memory, nor in a capture."""
+    """Returns whether a HostCopy can be made now: the tensor has memory, and no graph is being captured."""
     return not value.is_meta and not graphs.is_capturing(value.device)
 
 
@@ -72,5 +72,5 @@ def can_be_read(value: Tensor) -> bool:
 
 
 def is_fake(value: Tensor) -> bool:
-    """Returns whether nothing can be read from a tensor: it is on the meta device, or traced without memory."""
+    """Returns whether a tensor has no values to read: it is on the meta device, or traced without memory."""
     return value.is_meta or isinstance(value, torch._subclasses.FakeTensor)

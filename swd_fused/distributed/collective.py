@@ -1,4 +1,4 @@
-"""Sums over all ranks, where shards are spread over any process groups: the only communication of a step."""
+"""Sums over all ranks, with shards spread over any process groups: a step's only communication."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed
 class Collective:
     """Runs one all-reduce for each process group over which anything is sharded, whatever gradients this rank has.
 
-    All ranks must go through their groups in the same order, or they wait for each other forever: by size and name,
-    which all members of a group see alike. The groups that users gave, `last`, come last: by then rows that differ from
-    rank to rank (stages of a pipeline may be sharded in different ways) have been added up to a single one.
+    All ranks must use their groups in the same order, or they wait for each other forever. The order is by size and
+    name, which all members of a group see alike. The groups that users gave, `last`, come last: by then rows that
+    differ from rank to rank (stages of a pipeline may be sharded differently) have been added up to a single one.
     """
 
     def __init__(self, shardings: Iterable[Sharding], last: Iterable[dist.ProcessGroup], device: torch.device) -> None:
@@ -30,12 +30,12 @@ class Collective:
             {group for sharding in self._shardings for group in sharding},
             key=lambda group: (group in given, -group.size(), group.group_name),
         )
-        self.places = {group: device_for(group, device) for group in groups}  # where each communicates, in order
-        self.is_local = not groups  # whether there is nothing to be told to others
+        self.places = {group: device_for(group, device) for group in groups}  # each group's device, in order
+        self.is_local = not groups  # whether no communication is needed
         self.sums_over_given_groups = not given.isdisjoint(groups)
 
     def start(self, rows: Sequence[tuple[Sharding, Tensor]], width: int) -> Reduction:
-        """Begins to add up rows of `width` numbers, of which each belongs to a sharding."""
+        """Starts adding up rows of `width` numbers. Each row comes with its sharding."""
         sums: dict[Sharding, Tensor] = {}
         for sharding, row in rows:
             row = row if row.device == self.device else to_device(row, self.device)
@@ -50,28 +50,28 @@ class Collective:
 
 
 def collective_of(params: Sequence[tuple[Tensor, Mapping[str, Any]]], sharded_over: ShardedOver | None) -> Collective:
-    """Returns the all-reduces over parameters of groups, with a gradient or not: all ranks must come to the same."""
+    """Returns the all-reduces over parameters and their groups. Gradients do not count, so that all ranks agree."""
     device = params[0][0].device if params else torch.device("cpu")
     if not is_distributed():
         return Collective([], [], device)
     shardings = {sharding_in(group, param, sharded_over) for param, group in params}
-    if sharded_over is not None:  # a rank may have no parameters at all, and must take part
+    if sharded_over is not None:  # a rank without any parameters must take part too
         shardings.add(sharding_of(None, sharded_over))
     given = [sharded_over, *(over_of(group, sharded_over) for _, group in params)]
     return Collective(shardings, [over.group for over in given if over is not None], device)
 
 
 class Reduction:
-    """Holds sums on their way between ranks. Sums over one group are sent at once; a second group waits for `finish`.
+    """Holds sums that are being reduced. All-reduces start at once, except one that needs another's result: `finish`
+    starts it.
 
-    A thread could not start the second one earlier: ranks would disagree on whether it or the model's own
-    communication comes first.
+    A thread could not start it earlier: ranks would disagree on whether it or the model's communication comes first.
     """
 
     def __init__(self, sums: dict[Sharding, Tensor], ranks: Collective) -> None:
         self._arrived = sums
         self._travelling: list[tuple[dist.Work, list[Sharding], Tensor]] = []
-        self._awaited: set[dist.ProcessGroup] = set()  # groups that sums on their way have still to go through
+        self._awaited: set[dist.ProcessGroup] = set()  # groups over which travelling sums must still be reduced
         self._groups, self._places, self._device = list(ranks.places), ranks.places, ranks.device
         while self._groups and self._groups[0] not in self._awaited:
             self._send()
@@ -84,7 +84,7 @@ class Reduction:
         return self._arrived[()]
 
     def abandon(self) -> None:
-        """Waits for sums on their way, and sends no more. If a peer has died, the next reduction will say so."""
+        """Waits for travelling sums, and sends no more. If a peer has died, the next reduction will say so."""
         for work, _, _ in self._travelling:
             with suppress(RuntimeError):
                 work.wait()
@@ -93,7 +93,7 @@ class Reduction:
     def _send(self) -> None:
         group = self._groups.pop(0)
         shardings = [sharding for sharding in self._arrived if group in sharding]
-        if len(shardings) > 1:  # rows too must agree
+        if len(shardings) > 1:  # ranks must also agree on the order of rows
             order = list(self._places)
             shardings.sort(key=lambda sharding: [order.index(other) for other in sharding])
         rows = torch.stack(list(map(self._arrived.pop, shardings))).to(self._places[group])
@@ -114,6 +114,6 @@ class Reduction:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Returns where the group can communicate. Parameters that are offloaded to the CPU often have a group of GPUs."""
+    """Returns a device on which the group can communicate. Parameters offloaded to the CPU often have a GPU group."""
     devices = [torch.device(other) for other in group._device_types]
     return device if any(other.type == device.type for other in devices) else devices[0]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO steps one flat shard after the other: FusedAdamS is told the norm that the engine knows."""
+"""Adapter for DeepSpeed's ZeRO, which steps one flat shard after another: the engine's norm is passed to FusedAdamS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def follow(engine: Any) -> None:
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in params)
 
     def sum_and_count() -> tuple[float | Tensor, int]:
-        """The norm is that before the engine clips, which it has done by now."""
+        """Returns grad_sumsq and numel. The engine's norm is from before its clipping, so it is clipped here."""
         norm = zero._global_grad_norm
         if zero.clip_grad > 0:
             norm = norm / max(1.0, (norm + 1e-6) / zero.clip_grad)

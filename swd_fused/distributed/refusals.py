@@ -1,4 +1,4 @@
-"""Refuses wrappers that give an optimizer a part of the model, so that the mean would silently be that part's."""
+"""Refuses wrappers that pass an optimizer only a part of the model: the mean would silently be that part's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import is_distributed, is_dtensor
 
 SUM_OVER = "pass process_group=, the group over which it shards"
-# What to do, by the module or package that calls `step`.
+# Advice, by the module or package that calls `step`.
 CALLERS = {
     "torch.distributed.optim.zero_redundancy_optimizer": f"{SUM_OVER}, by functools.partial(FusedAdamS, "
     "process_group=...), since it keeps an argument of that name to itself",
@@ -23,19 +23,19 @@ CALLERS = {
     "megatron.core.optimizer.distrib_optimizer": f"{SUM_OVER}, and total_numel=, since it pads",
     "deepspeed.runtime.zero": "call swd_fused.distributed.deepspeed.follow(engine) after deepspeed.initialize",
 }
-# Who shards, and what to do, by the mark on a parameter.
+# The library that shards, and advice, by the attribute with which it marks parameters.
 MARKS = {
     "_fsdp_flattened": ("FullyShardedDataParallel", f"{SUM_OVER}, and total_numel= unless use_orig_params=True"),
     "tensor_model_parallel": ("Megatron's tensor parallelism", SUM_OVER),
 }
 # Modules that make one optimizer for each tensor.
 PER_TENSOR = ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload")
-FRAMES = 20  # in which callers are looked for
+FRAMES = 20  # how many frames of the stack are searched for callers
 
 
 def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
-    """Raises if marks on plain tensors, or who calls `step`, show that they are shards. `needed` names the sum that
-    would be wrong. Slow: call it when `params` changed.
+    """Raises if marks on plain tensors, or the caller of `step`, show that they are shards. `needed` names the quantity
+    that would be wrong. Slow: call it only when `params` changed.
     """
     if not is_distributed() or dist.get_world_size() == 1:
         return
@@ -50,7 +50,7 @@ def refuse_unknown_shards(params: Iterable[Tensor], needed: str) -> None:
 
 
 def refuse_tensor_alone(needed: str) -> None:
-    """Raises in the constructor if a wrapper calls it for each tensor, whose tensors are ordinary ones."""
+    """Raises if a wrapper calls the constructor once per tensor. Nothing marks these tensors, so the caller decides."""
     caller = _caller(PER_TENSOR)
     if caller is not None:
         raise ValueError(
@@ -61,10 +61,10 @@ def refuse_tensor_alone(needed: str) -> None:
 
 
 def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], needed: str) -> None:
-    """Raises if an optimizer's parameters are those of some stages of a pipeline, and sums would be over these only.
+    """Raises if an optimizer has the parameters of some stages of a pipeline only, and sums would cover only these.
 
-    `unsaid` are parameters without a process group. Stages leave no mark on parameters, so this looks at all objects
-    of the process: some 0.1 s, and only where torch's pipelining has been imported.
+    `unsaid` are parameters without a stated process group. Stages do not mark parameters, so this looks at all objects
+    of the process. It takes some 0.1 s, and only if torch's pipelining has been imported.
     """
     module: Any = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None or not is_distributed():
@@ -81,7 +81,7 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
             )
     here = [stage for stage, ids in stages.items() if own & ids]
     pipelines = {(stage.group, stage.num_stages) for stage in here}
-    indices = {stage.stage_index for stage in here}  # a pipeline of another model has the same ones on this rank
+    indices = {stage.stage_index for stage in here}  # another model's pipeline has the same indices on this rank
     others = [it for it in stages if (it.group, it.num_stages) in pipelines and it.stage_index not in indices]
     groups = [vars(each).get("param_groups", ()) for each in _instances(sys.modules["swd_fused"].FusedAdamS)]
     optimized = {id(param) for of_one in groups for group in of_one for param in group["params"]}
@@ -96,7 +96,7 @@ def refuse_stage_alone(params: Iterable[Tensor], unsaid: Iterable[Tensor], neede
 def refuse_late_reduction(params: Sequence[Tensor]) -> None:
     """Raises if ranks reduce gradients only after autograd has accumulated them, when gradient release frees them.
 
-    DistributedDataParallel leaves no mark on parameters, so this looks at all objects of the process: some 0.1 s.
+    DistributedDataParallel does not mark parameters, so this looks at all objects of the process, in some 0.1 s.
     """
     own = set(map(id, params))
     name, _ = _mark(params) or (None, None)
@@ -113,7 +113,7 @@ def refuse_late_reduction(params: Sequence[Tensor]) -> None:
 
 
 def refuse_scaler(params: Iterable[Any], ranks: Collective) -> None:
-    """Raises if only some ranks would hear of an infinity: GradScaler looks for it on the first gradient's mesh."""
+    """Raises if only some ranks would learn of an infinity: GradScaler shares it on the first gradient's mesh only."""
     if ranks.sums_over_given_groups or len({param.device_mesh for param in params if is_dtensor(param)}) > 1:
         raise RuntimeError(
             "FusedAdamS got a step from a GradScaler with parameters on several device meshes or with a process_group, "
@@ -127,9 +127,9 @@ def _mark(params: Iterable[Tensor]) -> tuple[str, str] | None:
 
 
 def _caller(modules: Iterable[str]) -> str | None:
-    """Returns the first of these modules or packages from which this is called.
+    """Returns the first of these modules or packages in the call stack.
 
-    Not by `self`: to look at a frame's locals keeps them alive as long as it runs, an older optimizer among them.
+    Does not look at `self` in frames: reading a frame's locals keeps them alive while it runs, even an old optimizer.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES):
@@ -144,5 +144,5 @@ def _caller(modules: Iterable[str]) -> str | None:
 
 
 def _instances(kind: type) -> list[Any]:
-    # By type: isinstance would ask proxies, which may import or compute something to answer.
+    # By type, since isinstance asks proxies for their class, and these may import or compute something to answer.
     return [other for other in gc.get_objects() if issubclass(type(other), kind)]

@@ -1,4 +1,4 @@
-"""Shards: the tensors that are shards of larger ones, their process groups, and the part that this rank has."""
+"""Shards of tensors: their process groups, this rank's part, and conversion to and from DTensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The process groups over which the shards of a tensor are spread. Empty: this process has the whole tensor.
+# The process groups over which a tensor's shards are spread; empty if this process has the whole tensor.
 Sharding = tuple["dist.ProcessGroup", ...]
 
 
 class ShardedOver:
-    """A process group that optimizers can be copied with. They cannot be pickled with one, as torch says."""
+    """Holds a process group so that optimizers can be copied. Pickling one fails with torch's own error."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     @staticmethod
     def checked(group: object) -> ShardedOver | None:
-        """Wraps what a user passed as a process group, unless it is wrapped already."""
+        """Checks and wraps a process group that a user passed. Returns None or a wrapped one as it is."""
         if group is None or isinstance(group, ShardedOver):
             return group
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
@@ -42,18 +42,18 @@ class ShardedOver:
         return f"ranks {dist.get_process_group_ranks(self.group)}"
 
 
-# Comparing the types of a thousand tensors is faster than asking one by one.
+# For a thousand tensors, comparing the set of their types is faster than asking one by one.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    # Importing it takes longer than torch's optimizers do altogether, and who has a DTensor has imported it.
+    # Importing DTensor takes longer than importing torch's optimizers, and any code with a DTensor has imported it.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
-    """Returns the process groups over which a parameter is sharded, without those of one rank."""
+    """Returns the process groups over which a parameter is sharded, except groups of a single rank."""
     groups = []
     if is_dtensor(param):
         _check_mesh(param, over)
@@ -63,7 +63,7 @@ def sharding_of(param: Any, over: ShardedOver | None) -> Sharding:
                     f"FusedAdamS got a parameter of shape {tuple(param.shape)} with placements {param.placements}, "
                     "wanted Shard and Replicate only: a partial sum is no weight. Redistribute it."
                 )
-            if not placement.is_replicate():  # torch's strided shards say no to is_shard()
+            if not placement.is_replicate():  # is_shard() is False for torch's strided shards
                 groups.append(param.device_mesh.get_group(dim))
     if over is not None:
         groups.append(over.group)
@@ -76,7 +76,7 @@ def over_of(group: Mapping[str, Any], sharded_over: ShardedOver | None) -> Shard
 
 
 def sharding_in(group: Mapping[str, Any], param: Tensor, sharded_over: ShardedOver | None) -> Sharding:
-    """Returns the process groups over which a parameter of a group is sharded."""
+    """Returns the process groups over which a parameter is sharded that belongs to this parameter group."""
     return sharding_of(param, over_of(group, sharded_over)) if is_distributed() else ()
 
 
@@ -99,7 +99,7 @@ def _check_mesh(param: Any, over: ShardedOver | None) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns a DTensor's local tensor; any other tensor itself."""
-    # `to_local()` would make a new view in each call, so that nothing could be recognised by identity.
+    # `to_local()` makes a new view in each call, which could not be recognised by identity.
     if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def local_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> lis
         are_placed_alike = all(map(eq, map(_PLACEMENTS, params), map(_PLACEMENTS, grads))) and all(
             map(is_, map(_MESH, params), map(_MESH, grads))
         )
-        if are_placed_alike and set(map(type, locals_)) == {Tensor}:  # and none is on its way between ranks
+        if are_placed_alike and set(map(type, locals_)) == {Tensor}:  # and no tensor is still being communicated
             return locals_
     advice = "Call zero_grad() after sharding a model."
     pairs = zip(params, grads, strict=True)
@@ -129,13 +129,13 @@ _PLACEMENTS, _MESH = attrgetter("_spec.placements"), attrgetter("_spec.mesh")
 
 
 def sharded_like(param: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Returns a local tensor as a shard that is placed as the parameter is.
+    """Returns a local tensor as a DTensor with the parameter's placements, or as it is if that is no DTensor.
 
-    The whole tensor is like the parameter, or has this shape and is row-major.
+    The whole tensor has the parameter's shape and strides, or the given shape in row-major order.
     """
     if not is_dtensor(param):
         return local
-    # DTensor.from_local would move it to the mesh's kind of device, where CPUOffloadPolicy does not keep parameters.
+    # DTensor.from_local would move it to the mesh's type of device, but CPUOffloadPolicy keeps parameters on the CPU.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -153,14 +153,14 @@ LOAD = (
 
 
 def redistributed_like(param: Any, value: Any, advice: str = LOAD) -> Tensor:
-    """Returns this rank's part of saved state, or of a gradient, sharded as the parameter is."""
+    """Returns this rank's part of saved state, or of a gradient, after sharding it as the parameter is."""
     if is_dtensor(param) != is_dtensor(value):
         raise ValueError(
             f"FusedAdamS got a {type(value).__name__} for a {type(param).__name__} parameter of shape "
             f"{tuple(param.shape)}, wanted both sharded or both not. {advice}"
         )
     if is_dtensor(value) and (value.placements != param.placements or value.device_mesh != param.device_mesh):
-        value = value.redistribute(param.device_mesh, param.placements)  # of partial sums, for instance
+        value = value.redistribute(param.device_mesh, param.placements)  # a gradient of partial sums, for instance
     return local_tensor(value)
 
 

@@ -1,7 +1,7 @@
-"""A step within torch.compile: one opaque operator, which takes the same eager step when the graph runs.
+"""Steps within torch.compile: one opaque operator, which takes the same eager step when the graph runs.
 
-Hyper-parameters are read when it runs. So a scheduler makes nothing compile again if `lr` is a tensor; torch.compile
-itself looks at numbers in an optimizer's groups, and compiles for each new one.
+Hyper-parameters are read when the graph runs. So a scheduler causes no recompilation if `lr` is a tensor. If it is a
+number, torch.compile itself guards it as part of the optimizer's groups, and recompiles for each new value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HANDLES = count()
 
 
 def new_handle(optimizer: FusedAdamS) -> int:
-    """Registers an optimizer, and returns the number by which a graph, which cannot hold it, finds it."""
+    """Registers an optimizer, and returns a number by which a graph finds it, since a graph cannot hold an object."""
     handle = next(_HANDLES)
     _OPTIMIZERS[handle] = optimizer
     return handle
@@ -29,7 +29,7 @@ def new_handle(optimizer: FusedAdamS) -> int:
 
 @torch.library.custom_op("swd_fused::optimizer_step", mutates_args=("params",))
 def optimizer_step(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int) -> None:
-    """Compilers may pass copies of the parameters, which they copy back later."""
+    """Takes an eager step. Compilers may pass copies of the parameters, which they copy back later."""
     optimizer = _OPTIMIZERS[handle]
     own = optimizer.numbered_params()
     pairs = [(own[number], given) for number, given in zip(numbers, params, strict=True)]
@@ -49,7 +49,7 @@ def _(params: list[Tensor], grads: list[Tensor], numbers: list[int], handle: int
 
 
 def step_within_a_graph(params: list[Tensor], handle: int) -> None:
-    """Does only what torch.compile can follow: finds out which parameters have gradients."""
+    """Calls the operator with the parameters that have gradients. torch.compile traces only this selection."""
     numbers = [number for number, param in enumerate(params) if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None]
     with torch.no_grad():

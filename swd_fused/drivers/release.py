@@ -26,9 +26,9 @@ from swd_fused.distributed.sharding import local_tensor, sharding_in
 from swd_fused.options import Options
 from swd_fused.state.moments import has_moments
 
-# Small gradients wait until so many bytes can be stepped together, counted as each rank's even share of a parameter.
-# The host goes through all tensors of the model in each update, so a thousand small layers must not be a thousand
-# updates; and these few bytes are little beside the largest layer's gradient.
+# Small gradients wait until so many bytes can be stepped together, counting each rank's even share of a parameter. The
+# host goes through all tensors of the model in each update, so a thousand small layers must not be a thousand updates.
+# These bytes are few beside the largest layer's gradient.
 GATHERED_BYTES = 4 << 20
 
 
@@ -37,35 +37,35 @@ class ReleasedStep:
     """Holds a step that backward passes take, until `optimizer.step()` ends it."""
 
     step: Step
-    keeps_gradients: bool  # no parameter has taken a step yet, and a first step is exact
+    keeps_gradients: bool  # True in a first step, which is exact and needs all gradients
     stepped: set[Tensor] = field(default_factory=set)
     gathered: dict[Tensor, None] = field(default_factory=dict)  # an ordered set
     gathered_bytes: int = 0
 
 
 class GradientRelease:
-    """Steps each parameter of an optimizer in the backward pass and frees its gradient; `remove()` ends that.
+    """Steps each parameter of an optimizer in the backward pass and frees its gradient, until `remove()` is called.
 
-    The lagged mean follows from the state before the step, so it is known before the first gradient. Each update is one
-    of an ordinary step in which all gradients but a few are absent. A first step is exact and needs all gradients:
-    `optimizer.step()` takes it.
+    The lagged mean follows from the state before the step, so it is known before the first gradient. Each update is
+    that of an ordinary step in which all gradients but a few are missing. A first step is exact and needs all
+    gradients, so `optimizer.step()` takes it.
     """
 
     def __init__(self, stepper: Stepper, groups: Groups, state: State) -> None:
         check_can_release(stepper.options)
         self._stepper = stepper
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._handles: dict[Tensor, Any] = {}  # of hooks
+        self._handles: dict[Tensor, Any] = {}  # the handles of hooks
         self._accumulating = 0
         self._knows_wrappers = False
-        self._last_events: dict[torch.device, torch.cuda.Event] = {}  # of updates
+        self._last_events: dict[torch.device, torch.cuda.Event] = {}  # recorded after updates
         self._is_removed = False
         self.begun: ReleasedStep | None = None  # by a backward pass, to be ended by `optimizer.step()`
         self.watch(groups, state)
 
     @property
     def has_ended(self) -> bool:
-        """Whether `remove` was called, and no step is begun that `optimizer.step()` must end."""
+        """Whether `remove` was called, and no step remains for `optimizer.step()` to end."""
         return self._is_removed and self.begun is None
 
     def remove(self) -> None:
@@ -76,7 +76,7 @@ class GradientRelease:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Lets backward passes only accumulate gradients."""
+        """Makes backward passes within the context only accumulate gradients."""
         self._accumulating += 1
         try:
             yield
@@ -84,7 +84,7 @@ class GradientRelease:
             self._accumulating -= 1
 
     def check_change(self, name: str, value: object, options: Options) -> None:
-        """Raises if an option cannot be set to this value now, or ever."""
+        """Raises if an option cannot be changed in the middle of a step, or does not go with gradient release."""
         if self.begun is not None:
             raise RuntimeError(
                 f"FusedAdamS got {name}={value!r} in the middle of a step, with release_gradients() on: it holds for "
@@ -93,7 +93,7 @@ class GradientRelease:
         check_can_release(options)
 
     def watch(self, groups: Groups, state: State) -> None:
-        """Hooks the present parameters only: groups may have been added, and tensors replaced by wrappers."""
+        """Hooks exactly the present parameters: groups may have been added, and tensors replaced by wrappers."""
         self._groups, self._state = groups, state
         group_of = {param: group for group in groups for param in group["params"] if param.requires_grad}
         for gone in self._handles.keys() - group_of.keys():
@@ -101,8 +101,8 @@ class GradientRelease:
         for param in group_of.keys() - self._handles.keys():
             hooks: dict[int, object] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for number in [number for number, hook in hooks.items() if getattr(hook, "func", None) is take_up]:
-                del hooks[number]  # of an optimizer that this one takes the place of
-            # Alike on all ranks, so that they step together what may have to be redistributed among them.
+                del hooks[number]  # the hook of an optimizer that this one replaces
+            # The same on all ranks: they must step together, since gradients may have to be redistributed among them.
             sharding = sharding_in(group_of[param], param, self._stepper.sharded_over)
             size = param.numel() * param.element_size() // prod(over.size() for over in sharding)
             hook = partial(take_up, weakref.ref(self), size)
@@ -113,7 +113,7 @@ class GradientRelease:
     @_disable_dynamo
     @torch.no_grad()
     def take(self, param: Tensor, size: int) -> None:
-        """Takes up a gradient that is complete. Called by autograd, or by FSDP2 after its reduction."""
+        """Takes up a complete gradient. Called by autograd, or by FSDP2 after its reduction."""
         with self._lock:
             if self._accumulating or self._is_removed:
                 return
@@ -129,14 +129,14 @@ class GradientRelease:
 
     @_disable_dynamo
     def end_step(self, groups: Groups, state: State, call: StepCall) -> None:
-        """Steps what was not released, and ends the step."""
+        """Steps the parameters that still have gradients, and ends the step."""
         if any(value is not None for value in call):
             raise RuntimeError(
                 "FusedAdamS.step() got grad_sumsq or was called by a GradScaler, with release_gradients() on, where "
                 "both come after most gradients were stepped and freed. Leave grad_sumsq out, and train in bfloat16, "
                 "which needs no loss scaling; or train without gradient release."
             )
-        interrupts = DeferredInterrupts()  # till gradients are freed too, and outside of what sets torch's modes back
+        interrupts = DeferredInterrupts()  # until gradients are freed too, and torch's modes are restored
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._groups, self._state = groups, state
@@ -158,9 +158,9 @@ class GradientRelease:
             interrupts.deliver()
 
     def _begin(self) -> ReleasedStep:
-        """Returns the step that is begun, or begins one."""
+        """Returns the present step, or begins one."""
         if self.begun is None:
-            if not self._knows_wrappers:  # not before: the model may be wrapped after its gradients are released
+            if not self._knows_wrappers:  # only now: the model may be wrapped after `release_gradients`
                 refuse_late_reduction(params_of(self._groups))
                 self._knows_wrappers = True
             step = Step(self._stepper, self._groups, self._state, self._stepper.source, Gate())
@@ -170,7 +170,7 @@ class GradientRelease:
         return self.begun
 
     def _update(self, begun: ReleasedStep, params: list[Tensor]) -> None:
-        """Steps these parameters and frees their gradients, unless no parameter has taken a step yet.
+        """Steps these parameters and frees their gradients. A first step keeps all gradients until `end_step`.
 
         FSDP2 and autograd call hooks on streams of their own, so on GPUs each update waits for the one before.
         """
@@ -180,7 +180,7 @@ class GradientRelease:
             torch.cuda.current_stream(device).wait_event(event)
         for param, grad in zip(every, grads, strict=True):
             if grad is not None and param.is_cuda:
-                # It is freed while the update is still to run, and may belong to another stream.
+                # The gradient is freed before the update has run, and its memory may belong to another stream.
                 local_tensor(grad).record_stream(torch.cuda.current_stream(param.device))
         try:
             if not begun.step.update(every, grads):
@@ -198,7 +198,7 @@ class GradientRelease:
 
 
 def take_up(release: weakref.ref[GradientRelease], size: int, param: Tensor) -> None:
-    """Hooks a parameter. Does not keep the optimizer alive, which parameters may outlive."""
+    """Passes a gradient to the release, as a parameter's hook. It does not keep the optimizer alive."""
     alive = release()
     if alive is not None:
         alive.take(param, size)
@@ -208,7 +208,7 @@ def params_of(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-# --- What gradient release does not go with
+# --- Refused uses of gradient release
 
 
 def check_can_release(options: Options) -> None:

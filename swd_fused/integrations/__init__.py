@@ -1,6 +1,6 @@
-"""Callbacks that log `optimizer.metrics()` from other libraries' trainers, and the optimizers in timm's registry.
+"""Callbacks that log `optimizer.metrics()` from other libraries' trainers, and registration with timm.
 
-`swd_fused.integrations.transformers`, `lightning` and `timm` import those libraries; nothing else does.
+Only `swd_fused.integrations.transformers`, `lightning` and `timm` import these libraries.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def read_metrics(optimizers: Iterable[Any], prefix: str, with_rms_grads: bool = False) -> dict[str, float]:
-    """Returns the metrics of optimizers that have some, below the wrappers of Accelerate, DeepSpeed and Lightning.
+    """Returns the metrics of optimizers that have some, looking within wrappers of Accelerate, DeepSpeed and Lightning.
 
-    Of several optimizers each one's names have its number. `with_rms_grads` adds the rms gradient of each parameter.
+    With several such optimizers, names include their number. `with_rms_grads` adds each parameter's rms gradient.
     """
     sources, kinds = [], []
     for optimizer in optimizers:
         kinds.append(type(optimizer).__name__)
         while optimizer is not None and not hasattr(optimizer, "metrics"):
-            inner = getattr(optimizer, "optimizer", None)  # as all three call it
+            inner = getattr(optimizer, "optimizer", None)  # the attribute's name in all three
             optimizer = inner if inner is not optimizer else None
         sources += [] if optimizer is None else [optimizer]
     if not sources:
@@ -36,5 +36,5 @@ def read_metrics(optimizers: Iterable[Any], prefix: str, with_rms_grads: bool = 
 
 
 def passes(last: int, step: int, every: int | None) -> bool:
-    """Returns whether a multiple of `every` steps lies behind `last` and up to `step`. Never for None."""
+    """Returns whether a multiple of `every` lies after `last` and not after `step`; False if `every` is None."""
     return every is not None and step // every > last // every

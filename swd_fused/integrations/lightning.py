@@ -15,8 +15,8 @@ from swd_fused.integrations import passes, read_metrics
 class MetricsCallback(Callback):
     """Sends the optimizer's metrics to the trainer's loggers, every `log_every_n_steps` steps.
 
-    `prefix` is what the names start with. With several optimizers that have metrics their number follows. At the first
-    logged step after every `rms_grads_every` steps it also logs `optimizer.rms_grads()`.
+    Names start with `prefix`, followed by the optimizer's number if several have metrics. At the first logged step
+    after every `rms_grads_every` steps, the callback also logs `optimizer.rms_grads()`.
 
     Example:
         >>> trainer = lightning.Trainer(callbacks=[MetricsCallback()])
@@ -30,7 +30,7 @@ class MetricsCallback(Callback):
         self._last_step = self._last_logged = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs after a step whose number is due; batches that only accumulate gradients take none."""
+        """Logs if this batch took a step that is due. Batches that only accumulate gradients take no step."""
         step, last = trainer.global_step, self._last_step
         self._last_step = step
         if passes(last, step, trainer.log_every_n_steps) and trainer.loggers:

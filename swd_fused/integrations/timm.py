@@ -1,4 +1,4 @@
-"""Registers AdamS and AdamW with timm: after `register()` its `--opt` and `create_optimizer_v2` find them."""
+"""Registers AdamS and AdamW with timm, so that its `--opt` and `create_optimizer_v2` find them after `register()`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swd_fused.adamw import FusedAdamW
 from swd_fused.decay.observers import CALIBRATION_STEPS
 from swd_fused.optimizer import FusedAdamS
 
-# timm takes what follows the last underscore of a name for the optimizer, and "fusedadamw" is apex's there.
+# timm looks up the part of a name after its last underscore, and "fusedadamw" is apex's there.
 DESCRIPTIONS = {
     "fusedadams": "AdamS by swd_fused: weight_decay is AdamW's value, from which the schedule starts",
     "swdadamw": "AdamW by swd_fused, with clipping inside the step (max_grad_norm), 8-bit moments and the like",
@@ -20,16 +20,16 @@ DESCRIPTIONS = {
 
 
 def register() -> None:
-    """Makes timm know "fusedadams" and "swdadamw". A second call changes nothing."""
+    """Registers "fusedadams" and "swdadamw" with timm. A second call changes nothing."""
     if "fusedadams" in default_registry.list_optimizers():
         return
-    factories = adams, partial(FusedAdamW, weight_decay=0.0)  # which decays nothing unless timm says so
+    factories = adams, partial(FusedAdamW, weight_decay=0.0)  # timm's default: no decay
     for (name, description), factory in zip(DESCRIPTIONS.items(), factories, strict=True):
         default_registry.register(OptimInfo(name, factory, description, has_betas=True))
 
 
 def adams(params: Any, *, weight_decay: float = 0.0, **options: Any) -> FusedAdamS:
-    """Returns FusedAdamS with timm's `weight_decay`, its argument's or its groups', in AdamW's terms.
+    """Returns FusedAdamS, taking timm's `weight_decay`, from the argument or from groups, as AdamW's value.
 
     With `adamw_weight_decay=None` it is the paper's lambda instead, as in FusedAdamS itself.
     """

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: which tensors have them, how they are cut into blocks, and the codec in plain PyTorch.
+"""Moments in 8 bits: which tensors have them, how tensors are cut into blocks, and the codec in plain PyTorch.
 
 A tensor counts as a matrix with a row for each index of its first dimension (a vector as one row), and rows are cut
 into blocks of 256 elements, of which the last may be shorter. So blocks do not depend on strides in memory, nor on how
@@ -8,8 +8,8 @@ a tensor is sharded along its first dimension. Each block has a float32 scale:
     exp_avg_sq  (code * scale)^2    uint8 codes of the root; after an update none is 0, since a weight whose second
                                     moment vanished would take a step divided by eps
 
-An update uses moments as they are before rounding, and rounds what it stores stochastically: to nearest, most codes of
-the second moment would stick, since a step changes it by a thousandth, and its sum was 3 to 7% too low after 400 steps.
+An update uses moments before rounding, and rounds them stochastically to store them. Rounded to nearest, most codes of
+the second moment would not change, since a step changes it by a thousandth: after 400 steps its sum was 3 to 7% low.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from swd_fused.distributed.sharding import Sharding, is_dtensor
 from swd_fused.state.rounding import LOW_32_BITS, RANK_DISTANCE, as_int32, ranks_before, scrambled, scrambled_int32_
 
 BLOCK = 256
-PAIRS = BLOCK // 2  # of elements
+PAIRS = BLOCK // 2  # pairs of elements in a block
 GOLDEN = 0x9E3779B9  # 2^32 divided by the golden ratio: spreads consecutive numbers
 
-# Smaller tensors are a small share of a model and keep float32. So do vectors such as biases and norms, which would
-# have to where they are sharded: a checkpoint should not depend on that. And so do tensors whose rows are so short that
-# scales would take more than a quarter as much memory as codes.
+# Smaller tensors are a small share of a model and keep float32. Vectors such as biases and norms keep it too: they must
+# if they are sharded, and a checkpoint should not depend on that. So do tensors with rows so short that scales would
+# take more than a quarter as much memory as codes.
 LEAST_NUMEL = 4096
 LEAST_VECTOR = 65536
 LEAST_ROW = 16
@@ -46,20 +46,20 @@ STORED_DTYPES = {
 }
 LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 255}
 
-# Codes are rounded from fixed-point numbers with 8 bits of fraction, to which as many random bits are added.
+# Codes are rounded from fixed-point numbers with 8 bits of fraction, after adding 8 random bits.
 FRACTION_BITS = 8
 TO_NEAREST = 1 << FRACTION_BITS >> 1
 
-# A block whose scale is not larger has codes of 0, and root codes of 1: its inverse would overflow. The root of a
-# second moment that float32 can hold is never so small.
+# A block whose scale is not above this has codes of 0, and root codes of 1, since the inverse of its scale would
+# overflow. The root of a second moment that float32 can hold is never so small.
 LEAST_SCALE = 1e-35
 
-# Elements of which temporary tensors are made at once.
+# How many elements are converted at once, which limits the size of temporary tensors.
 PIECE = 1 << 20
 
 
 def fits(param: Any) -> bool:
-    """Returns whether a parameter's moments can be kept in 8 bits. All ranks of a DTensor come to the same answer."""
+    """Returns whether a parameter's moments can be kept in 8 bits. All ranks of a DTensor get the same answer."""
     least = LEAST_VECTOR if param.dim() == 1 else LEAST_NUMEL
     if param.dtype not in DTYPES or param.numel() < least or rows_and_columns(param.shape)[1] < LEAST_ROW:
         return False
@@ -67,8 +67,8 @@ def fits(param: Any) -> bool:
 
 
 def _shards_have_whole_blocks(param: Any) -> bool:
-    """Returns whether each block is on one rank: for shards along the first dimension, and where shards along the
-    second one are multiples of a block."""
+    """Returns whether each block is on one rank: with shards along the first dimension, or along the second if their
+    rows are whole blocks."""
     if param.dim() == 1:
         return all(placement.is_replicate() for placement in param.placements)
     parts = 1
@@ -87,7 +87,7 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of the scales of a tensor or a shard: the first dimension stays, for shards along it."""
+    """Returns the shape of the scales of a tensor or a shard. It keeps the first dimension, so scales shard alike."""
     rows, columns = rows_and_columns(shape)
     blocks = blocks_of_row(columns)
     return (rows, blocks) if len(shape) > 1 else (blocks,)
@@ -98,8 +98,8 @@ def blocks_of_row(columns: int) -> int:
 
 
 def pieces(shape: Sequence[int], numel: int = PIECE) -> Iterator[tuple[slice, slice]]:
-    """Cuts a tensor into pieces of about `numel` elements: whole rows or, of a vector, whole blocks. Yields slices of
-    its first dimension, and of that of its scales."""
+    """Cuts a tensor into pieces of about `numel` elements: whole rows, or whole blocks of a vector. Yields slices of
+    the first dimension of the tensor and of its scales."""
     if len(shape) == 1:
         step = max(1, numel // BLOCK) * BLOCK
         for begin in range(0, shape[0], step):
@@ -114,8 +114,8 @@ def pieces(shape: Sequence[int], numel: int = PIECE) -> Iterator[tuple[slice, sl
 
 
 class BlockNumbers(NamedTuple):
-    """The numbers of a tensor's blocks, row-major in the whole tensor: of the first one, and by how much it grows from
-    one row to the next."""
+    """Numbers a tensor's blocks, row-major in the whole tensor: the first block's number, and how much a row adds to
+    it."""
 
     first: int
     pitch: int
@@ -128,7 +128,7 @@ class BlockNumbers(NamedTuple):
 def block_numbers(param: Any, sharding: Sharding) -> BlockNumbers:
     """Returns the numbers of the blocks that this rank has, so that shards are rounded as the whole tensor is.
 
-    Shards that are plain tensors do not say of what. Their blocks are numbered apart on each rank.
+    Shards that are plain tensors do not know their place in the whole. Each rank's blocks have numbers of their own.
     """
     pitch = scales_shape(param.shape)[-1]
     first = ranks_before(param, sharding) * (RANK_DISTANCE // BLOCK)
@@ -139,20 +139,20 @@ def block_numbers(param: Any, sharding: Sharding) -> BlockNumbers:
 
 
 def moment_keys(rounding_keys: Tensor) -> Tensor:
-    """Returns keys of tensors in a step that differ from those by which parameters are rounded."""
+    """Returns each tensor's key for rounding its moments, made from the key for rounding its parameter."""
     return scrambled((rounding_keys + 1) & LOW_32_BITS)
 
 
 def noise_of_blocks(key: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for both moments of each element 8 random bits. Two neighbours share a hash of 32 bits.
+    """Returns 8 random bits for each of the two moments of each element. Two neighbours share a hash of 32 bits.
 
-    A pair's number is PAIRS times its block's, plus its place. So its upper 32 bits are those of the block, and only
-    the lower ones are computed by pair, as int32: half the memory of int64, and no bits to mask after a product.
+    A pair's number is PAIRS times its block's number, plus its place. All pairs of a block share the upper 32 bits, so
+    only the lower ones are computed by pair, as int32: half the memory of int64, and no bits to mask after a product.
     """
     places = as_int32(torch.arange(PAIRS, dtype=torch.int64, device=numbers.device) * GOLDEN)
     keys = as_int32(key + scrambled(numbers * PAIRS >> 32))
     bits = scrambled_int32_((as_int32(numbers * (PAIRS * GOLDEN))[..., None] + places).bitwise_xor_(keys[..., None]))
-    both = bits.view(torch.uint8).view(*numbers.shape, BLOCK, 2)  # of each 32 bits the lowest come first
+    both = bits.view(torch.uint8).view(*numbers.shape, BLOCK, 2)  # little-endian: the lowest 8 bits come first
     return both[..., 0], both[..., 1]
 
 
@@ -160,7 +160,7 @@ def noise_of_blocks(key: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(key: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns a moment in float32."""
+    """Returns a moment in float32, decoded from codes and scales."""
     rows, columns = rows_and_columns(codes.shape)
     blocks = blocks_of_row(columns)
     values = codes.to(torch.float32)
@@ -190,13 +190,13 @@ def encoded(key: str, values: Tensor, noise: Tensor | int = TO_NEAREST) -> tuple
 
 
 def whole_blocks(matrix: Tensor) -> Tensor:
-    """Fills the last block of each row with zeros. By itself `pad` copies also where there is nothing to fill."""
+    """Fills the last block of each row with zeros. `pad` alone would copy even if there is nothing to fill."""
     missing = -matrix.shape[1] % BLOCK
     return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix.contiguous()
 
 
 def sum_of_squares(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum of a second moment. Within a block it is exact: of whole numbers, in all below 2^24."""
+    """Returns the sum of a second moment. It is exact within a block: a sum of whole numbers that stays below 2^24."""
     rows, columns = rows_and_columns(codes.shape)
     parts = torch.split(whole_blocks(codes.reshape(rows, columns)).view(-1, BLOCK), PIECE // BLOCK)
     wide = (part.to(torch.float32) for part in parts)

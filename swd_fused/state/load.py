@@ -1,6 +1,6 @@
-"""The state of parameters: creating, completing, loading and checking it.
+"""Creates, completes, loads and checks the state of parameters.
 
-Its keys are those of torch.optim.Adam and AdamW, so state dicts move between them and FusedAdamS.
+Its keys are those of torch.optim.Adam and AdamW, so each can load the other's state dicts.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 REQUIRED = ("step", "exp_avg", "exp_avg_sq")
 
-# How torch's Adam was implemented when it saved, and the step counts that apex keeps in groups: not for our groups.
+# Entries that FusedAdamS's groups do not take: how torch's Adam was implemented, and the step counts of apex's groups.
 FOREIGN_KEYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step")
 
-# Entries that a group keeps when it loads another: a resumed run may store its moments otherwise, and decay otherwise.
+# Entries that a group keeps when it loads another: a resumed run may store its moments and decay differently.
 OWN_KEYS = ("params", "state_dtype", "decay")
 
-# And these, if the saved group had no averages: then a resumed run may begin to average.
+# Entries that a group keeps as well if the saved group had no averages: a resumed run may begin to average.
 AVERAGING = ("ema_decay", "ema_warmup")
 
-# The dtypes that state may have, by whether the parameter is complex. float8 and quantized numbers are not what they
-# stand for without their scales.
+# The dtypes that state may have, by whether the parameter is complex. float8 and quantized tensors are missing: their
+# numbers mean nothing without scales.
 DTYPES = {
     False: (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     True: (torch.complex64, torch.complex128),
 }
 
-# These have one dtype each.
+# Entries of the state that must have one particular dtype.
 FIXED_DTYPES = {**STORED_DTYPES, REMAINDER: torch.int16}
 
-LARGE = 1 << 18  # elements, from which on the backend says how a loaded moment lies in memory
+LARGE = 1 << 18  # from so many elements on, the backend allocates a loaded moment, and chooses its memory
 
 
 class Initializer:
-    """Gives parameters of one group, dtype, device and type the state that a step needs, or that was saved."""
+    """Makes the state that a step needs, or that was saved, for parameters of one group, dtype, device and type."""
 
     def __init__(self, param: Tensor, options: Options, group: Mapping[str, Any], backend: Backend) -> None:
         self._backend, self._options, self._group = backend, options, group
         self._master_key = options.master_key(param.dtype)
         has_more = group["amsgrad"] or group["ema_decay"] is not None or self._master_key is not None
-        # The dtypes of both moments, where all that there is are plain tensors. Where these went through `_completed`
-        # too, a first step of a thousand parameters took twice as long.
+        # The dtypes of both moments if the state is these two as plain tensors, else empty. Without this shortcut past
+        # `_completed`, a first step of a thousand parameters took twice as long.
         self._dtypes: list[torch.dtype] = []
         if type(param) in PLAIN_TYPES and not (has_more or group["state_dtype"] == "8bit" or param.is_complex()):
             self._dtypes = [stored_dtype(key, param.dtype, param.dtype, group["state_dtype"]) for key in CODED]
@@ -84,10 +84,10 @@ class Initializer:
     def loaded(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a copy of checked state, on the parameter's device, in the dtype that it was saved in or a wider one.
 
-        torch would cast it to the parameter's dtype and go on sharing memory with the state dict's owner.
+        torch's own loading would cast it to the parameter's dtype, and might share memory with the state dict.
         """
         device, wanted = param.device, self._group["state_dtype"]
-        # What is done for shards would find nothing to do for others, in 4 ms for a thousand parameters.
+        # The calls for shards are skipped for plain parameters: they would do nothing, in 4 ms for a thousand of them.
         is_plain_param = type(param) in PLAIN_TYPES
         state: dict[str, Any] = {}
         for key, value in (saved if is_plain_param else moments.without_cut_blocks(saved, param)).items():
@@ -117,7 +117,7 @@ class Initializer:
         return [first.dtype, second.dtype] == self._dtypes and first.device == second.device == device
 
     def _completed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds what a step needs and the state lacks, and stores moments as the group has it."""
+        """Adds missing entries to a state, and converts its moments to the group's `state_dtype`."""
         check_state(state, param)
         group, backend = self._group, self._backend
         if not moments.has_moments(state):
@@ -147,8 +147,8 @@ def as_step(step: float | Tensor, device: torch.device, copy: bool = False) -> T
 
 
 def is_plain(state: Mapping[str, Any], param: Tensor) -> bool:
-    """Returns whether a state is what most have, a step count and both moments as tensors, and sound. By `problem_in`
-    alone loading a thousand parameters took half as long again."""
+    """Returns whether a state is valid and of the most frequent form: a step count and both moments, as plain tensors.
+    With `problem_in` alone, loading a thousand parameters took half as long again."""
     if type(state) is not dict or tuple(state) != REQUIRED:
         return False
     step, first, second = state.values()
@@ -166,7 +166,7 @@ def is_plain(state: Mapping[str, Any], param: Tensor) -> bool:
 
 
 def _is_count(step: object) -> bool:
-    """Returns whether a number, or a tensor with one, can be a step count. One on a GPU is not waited for."""
+    """Returns whether a number, or a tensor with one element, can be a step count. Does not read it from a GPU."""
     if isinstance(step, Tensor):
         if step.numel() != 1:
             return False
@@ -177,7 +177,7 @@ def _is_count(step: object) -> bool:
 
 
 def problem_in(state: Mapping[str, Any], param: Tensor) -> str | None:
-    """Returns what keeps a step from going on from a state, wherever its tensors are."""
+    """Returns why a step cannot continue from a state, or None. Does not look at devices."""
     missing = missing_keys(state)
     if missing and missing != list(REQUIRED):
         return f"it has {_listed(state)}, but no {_listed(missing)}"
@@ -198,7 +198,7 @@ def problem_in(state: Mapping[str, Any], param: Tensor) -> str | None:
 
 
 def check_state(state: Mapping[str, Any], param: Tensor) -> None:
-    """Refuses a parameter's own state that does not fit it, before a step writes to either."""
+    """Raises if a parameter's own state does not fit it, before a step writes to either."""
     local = local_tensor(param)
     parts = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}
     problem = problem_in(parts, local)
@@ -217,7 +217,7 @@ def check_state(state: Mapping[str, Any], param: Tensor) -> None:
 
 
 def check_state_dict(state_dict: object) -> None:
-    """Refuses what is no state dict of an optimizer."""
+    """Raises if an object is no state dict of an optimizer."""
     got = type(state_dict).__name__
     if isinstance(state_dict, Mapping):
         got, state, groups = _listed(state_dict), state_dict.get("state"), state_dict.get("param_groups")
@@ -231,7 +231,7 @@ def check_state_dict(state_dict: object) -> None:
 
 
 def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
-    """Returns the saved state of each parameter that has any, after checking that all of it fits."""
+    """Checks that the saved state fits, and returns that of each parameter that has any."""
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved_groups]
     if sizes != saved_sizes:
@@ -251,14 +251,14 @@ def saved_by_param(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
 
 
 def _checked(state: Any, param: Tensor, key: object, saved_group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns saved state, ours or another library's, under the names that ours has."""
+    """Checks saved state, FusedAdamS's or another library's, and returns it under FusedAdamS's names."""
     problem: str | None = f"it is a {type(state).__name__}, wanted a dict"
     if isinstance(state, Mapping):
         state = as_adams(state)
         if "step" in saved_group and state and "step" not in state:  # apex counts by group
             state = {**state, "step": saved_group["step"]}
         problem = problem_in(state, param)
-        # Notes of the user's own, of a parameter that has taken no step, are not another algorithm's state.
+        # Without moments, tensors are another algorithm's state. Other entries are the user's own notes.
         is_fresh = problem is None and not moments.has_moments(state)
         if is_fresh and any(isinstance(value, Tensor) for value in state.values()):
             problem = f"it has {_listed(state)}, but no {_listed(REQUIRED)}"
@@ -271,18 +271,18 @@ def _checked(state: Any, param: Tensor, key: object, saved_group: Mapping[str, A
 
 
 def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """Returns the entries of the saved state that belong to no parameter. They are kept as they are, as torch does."""
+    """Returns the entries of the saved state that belong to no parameter. They stay as they are, as in torch."""
     keys = set(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
     return {key: value for key, value in state_dict["state"].items() if key not in keys}
 
 
 def loaded_group(own: dict[str, Any], saved: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Returns a group with its own parameters and the saved hyper-parameters."""
+    """Returns a group with its own parameters and the saved hyper-parameters. Warns if the decay differs."""
     left = (*OWN_KEYS, *FOREIGN_KEYS, *(AVERAGING if saved.get("ema_decay") is None else ()))
     taken = {key: value for key, value in saved.items() if key not in left}
     kept, warning = kept_decay(own, saved, options.decay)
     group = {**own, **deepcopy(taken), **kept}
-    if isinstance(group["betas"], list):  # as JSON and YAML have it
+    if isinstance(group["betas"], list):  # JSON and YAML have no tuples
         group["betas"] = tuple(group["betas"])
     if warning is not None:
         warn_user(warning)

@@ -1,4 +1,4 @@
-"""How the moments of a parameter are stored: as a tensor of some dtype, or as 8-bit codes with scales."""
+"""Storage of a parameter's moments: as a tensor of some dtype, or as 8-bit codes with scales."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from swd_fused.core.backend import Backend
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-CODED = ("exp_avg", "exp_avg_sq")  # those that may be: rounding up at random would make maxima grow
+CODED = ("exp_avg", "exp_avg_sq")  # may be 8-bit codes; stochastic rounding would make the third one's maxima grow
 
 
 @cache
 def stored_dtype(key: str, dtype: torch.dtype, param_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
-    """Returns the dtype for a moment that exists in `dtype`: never narrower than that, except on request.
+    """Returns the dtype to store a moment in that now has `dtype`: never a narrower one, except on request.
 
     Only the first moment may have 16 bits. A bfloat16 second moment would stall, since a step changes a thousandth of
     it, which is below its resolution. Moments of complex and float64 parameters keep the parameter's precision.
@@ -54,14 +54,14 @@ def missing_keys(state: Mapping[str, Any]) -> list[str]:
 
 
 def decoded_moment(state: Mapping[str, Any], key: str) -> Tensor:
-    """Returns the part of a moment that is here, as a tensor of numbers."""
+    """Returns this rank's part of a moment, decoded if it is stored as codes."""
     if is_coded(state, key):
         return eight_bit.decoded(key, *(local_tensor(state[name]) for name in (CODES[key], SCALES[key])))
     return local_tensor(state[key])
 
 
 def without_cut_blocks(state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
-    """Decodes what is sharded anew, where the new shards would cut blocks: scales could not follow their codes."""
+    """Decodes the moments of a DTensor whose new shards would cut blocks: scales could not follow their codes."""
     if not is_dtensor(param) or eight_bit.fits(param):
         return state
     result = dict(state)
@@ -74,7 +74,7 @@ def without_cut_blocks(state: Mapping[str, Any], param: Tensor) -> Mapping[str, 
 
 
 def new_moment(key: str, param: Tensor, state_dtype: StateDtype, backend: Backend) -> dict[str, Tensor]:
-    """Returns the state of a moment that is zero."""
+    """Returns the entries of the state for a moment of zeros."""
     if state_dtype == "8bit" and eight_bit.fits(param):
         return _as_codes(key, param, None, backend)
     dtype = stored_dtype(key, param.dtype, param.dtype, state_dtype)
@@ -82,7 +82,7 @@ def new_moment(key: str, param: Tensor, state_dtype: StateDtype, backend: Backen
 
 
 def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtype, backend: Backend) -> None:
-    """Stores moments as they should be; those that are so already stay the very same tensors."""
+    """Converts moments to their wanted form. Moments that have it already stay the very same tensors."""
     is_wanted_coded = state_dtype == "8bit" and eight_bit.fits(param)
     for key in MOMENTS:
         if is_coded(state, key) and not is_wanted_coded:
@@ -93,7 +93,7 @@ def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtyp
                 moment[piece].copy_(eight_bit.decoded(key, codes[piece], scales[blocks]))
             state[key] = sharded_like(param, moment)
         elif is_coded(state, key):
-            state.pop(key, None)  # codes are what counts; nobody else may take the numbers for the moment
+            state.pop(key, None)  # only the codes are valid, and nobody may take these numbers for the moment
             for name in (CODES[key], SCALES[key]):
                 if not local_tensor(state[name]).is_contiguous():
                     state[name] = state[name].contiguous()
@@ -104,7 +104,7 @@ def convert_moments(state: dict[str, Any], param: Tensor, state_dtype: StateDtyp
 
 
 def _as_codes(key: str, param: Tensor, values: Tensor | None, backend: Backend) -> dict[str, Tensor]:
-    """Rounds to nearest: what is converted once leaves no bias behind."""
+    """Returns a moment as codes and scales, rounded to nearest: a single conversion leaves no bias."""
     shape = tuple(local_tensor(param).shape)
     like = torch.empty(shape, device="meta")  # row-major, whatever the parameter's strides are
     codes = backend.new_moment(like, CODE_DTYPES[key], param.device)

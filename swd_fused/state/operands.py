@@ -1,7 +1,7 @@
-"""The state's tensors as kernels take them: a column for each operand, in whichever form a state holds it.
+"""The state's tensors as kernels take them: a column for each operand, in whichever form the state stores it.
 
-This list is the only one: loading and the addresses that Triton's kernels read follow from it. The C++ operators take
-the same lists in the same order.
+`StateColumns` is the only list of operands: loading, and the addresses that Triton's kernels read, follow from it. The
+C++ operators take the same lists in the same order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from swd_fused.state.weights import AVERAGE
 
 
 class StateColumns(NamedTuple):
-    """The tensors of a bucket's state but its step counts, as lists with a place for each parameter.
+    """Holds the tensors of a bucket's state, except its step counts, as lists with a place for each parameter.
 
-    A list is empty if no parameter has such a tensor; an empty tensor stands for one that only others have.
+    A list is empty if no parameter has such a tensor. If only some have it, an empty tensor stands for a missing one.
     """
 
-    exp_avgs: list[Tensor]  # or their 8-bit codes
-    exp_avg_sqs: list[Tensor]  # likewise
+    exp_avgs: list[Tensor]  # or 8-bit codes
+    exp_avg_sqs: list[Tensor]  # or 8-bit codes
     max_exp_avg_sqs: list[Tensor]
-    masters: list[Tensor]  # or their remainders
+    masters: list[Tensor]  # or remainders
     ema_params: list[Tensor]
-    exp_avg_scales: list[Tensor]  # of codes
+    exp_avg_scales: list[Tensor]  # for codes
     exp_avg_sq_scales: list[Tensor]
 
 
-# The keys of each column's tensor, of which a state has at most one.
+# The keys under which the state stores each column's tensor. A state has at most one of a column's keys.
 KEYS: dict[str, tuple[str, ...]] = {
     "exp_avgs": ("exp_avg", CODES["exp_avg"]),
     "exp_avg_sqs": ("exp_avg_sq", CODES["exp_avg_sq"]),
@@ -46,7 +46,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "exp_avg_sq_scales": (SCALES["exp_avg_sq"],),
 }
 
-# The columns whose tensors do not have a parameter's shape, and those whose do.
+# The columns whose tensors do not have the parameter's shape, and the columns whose tensors do.
 SCALE_COLUMNS = [name for name, keys in KEYS.items() if keys[0] in SCALES.values()]
 PARAM_COLUMNS = [name for name in KEYS if name not in SCALE_COLUMNS]
 
@@ -76,7 +76,7 @@ def columns_of(states: Sequence[dict[str, Any]], unused: Collection[str]) -> Sta
 
 
 def _column(keys: Sequence[str], states: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """Returns the tensor of each state that is there under one of these keys, or an empty one."""
+    """Returns each state's tensor under one of these keys, or an empty tensor if it has none."""
     found = [state.get(keys[0]) for state in states]
     if len(keys) > 1 or any(map(is_, found, repeat(None))):
         found = [next((state[key] for key in keys if key in state), None) for state in states]
@@ -88,7 +88,7 @@ def _column(keys: Sequence[str], states: Sequence[dict[str, Any]]) -> list[Tenso
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether all tensors are real ones that this process has as they are."""
+    """Returns whether no tensor is complex, a DTensor or another subclass."""
     return set(map(type, tensors)) <= PLAIN_TYPES and not any(map(Tensor.is_complex, tensors))
 
 

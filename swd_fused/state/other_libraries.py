@@ -1,4 +1,4 @@
-"""Saved state of bitsandbytes, torchao and TransformerEngine as ours. None of these is imported."""
+"""Converts saved state of bitsandbytes, torchao and TransformerEngine. None of these libraries is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BITSANDBYTES = "__bnb_optimizer_quant_state__"
 
 
 def as_adams(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns saved state with moments that are tensors of numbers under Adam's names, or the state as it is.
+    """Returns saved state with moments decoded, under Adam's names; other libraries' state stays as it is.
 
     TransformerEngine saves the remainder of a master under the name of a master, in int16.
     """
@@ -38,12 +38,12 @@ def _dequantized(value: Any) -> Any:
 
 
 def _of_bitsandbytes(quantized: Mapping[str, Any], number: str) -> Any:
-    """Returns a moment: as it is, or decoded, where it is kept as codes into a map, in blocks with a scale each."""
+    """Returns a moment, decoded if it is stored as indices into a map of values, in blocks with a scale each."""
     codes, code_map, scales = (quantized.get(f"{name}{number}") for name in ("state", "qmap", "absmax"))
     if not (isinstance(codes, Tensor) and isinstance(code_map, Tensor) and isinstance(scales, Tensor)):
         return codes
     if code_map.numel() != 256 or not scales.numel():
-        return codes  # damaged: refused for their dtype
+        return codes  # damaged: the codes are refused later for their dtype
     least = -(-codes.numel() // scales.numel())
     block = 1 << (least - 1).bit_length()  # a power of two; the last block may be shorter
     scale = scales.repeat_interleave(block)[: codes.numel()]

@@ -1,9 +1,9 @@
-"""Stochastic rounding to bfloat16 in plain PyTorch: the mean of many roundings is right, so small updates are not lost.
+"""Stochastic rounding to bfloat16 in plain PyTorch. The mean of many roundings is right, so small updates are not lost.
 
-The bits come from a hash of seed, tensor, step and element number, so a run is the same each time. An element's
-number is its row-major index in the whole tensor, in the pairs of reals that a complex one consists of. So a transposed
-weight, a moment in another memory format, and the shards of a DTensor are rounded as the contiguous whole tensor is, on
-every backend.
+The bits come from a hash of seed, tensor, step and element number, so a run can be repeated exactly. An element's
+number is its row-major index in the whole tensor; a complex tensor counts as pairs of reals. So a transposed weight, a
+moment in another memory format, and the shards of a DTensor are rounded as the contiguous whole tensor is, on every
+backend.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from swd_fused.distributed.sharding import Sharding, is_dtensor
 
 LOW_32_BITS = 0xFFFFFFFF
 
-# How far apart the numbers of two ranks are whose shards do not say where in the whole tensor they belong: more than a
-# shard has elements.
+# The distance between the element numbers of two ranks whose shards do not know their place in the whole tensor: more
+# than a shard has elements.
 RANK_DISTANCE = 1 << 40
 
 Number = TypeVar("Number", int, Tensor)
 
 
 class ElementNumbers(NamedTuple):
-    """The number of the first element, and by how much it grows from one index to the next along each dimension."""
+    """Numbers a tensor's elements: the first one's number, and the step of the number along each dimension."""
 
     first: int
     strides: tuple[int, ...]
 
     def from_index(self, dim: int, index: int) -> ElementNumbers:
-        """The numbers of the part that begins at this index."""
+        """Returns the numbers of the part that begins at this index."""
         return self._replace(first=self.first + (index * self.strides[dim] if index else 0))
 
     def last(self, shape: Sequence[int]) -> int:
-        """The largest number in a tensor of this shape."""
+        """Returns the largest number in a tensor of this shape."""
         return self.first + sum((size - 1) * stride for size, stride in zip(shape, self.strides, strict=True))
 
     def tensor(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -46,9 +46,9 @@ class ElementNumbers(NamedTuple):
         return numbers
 
     def rows(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """(first, length, pitch), if element i of a contiguous tensor has the number first + i // length * pitch +
-        i % length. None where that takes more than one division: shards along two dimensions, neither the first."""
-        runs: list[tuple[int, int]] = []  # dimensions that count as one: elements, and how far apart
+        """Returns (first, length, pitch), if element i of a contiguous tensor has the number first + i // length *
+        pitch + i % length. Returns None if one division is not enough: shards along two later dimensions."""
+        runs: list[tuple[int, int]] = []  # merged dimensions: their number of elements, and the stride
         for size, stride in zip(shape, self.strides, strict=True):
             if runs and runs[-1][1] == size * stride:
                 runs[-1] = runs[-1][0] * size, stride
@@ -62,18 +62,18 @@ class ElementNumbers(NamedTuple):
 
 
 def element_numbers(param: Any, sharding: Sharding) -> ElementNumbers:
-    """The numbers of the elements that this rank has.
+    """Returns the numbers of the elements that this rank has.
 
-    Shards that are plain tensors do not say of what. Their elements are numbered apart on each rank, so that no two
-    ranks draw the same bits.
+    Shards that are plain tensors do not know their place in the whole. Each rank's elements have numbers of their own,
+    so that no two ranks draw the same bits.
     """
     strides = [1] if param.dim() else []
     for size in param.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
     first = 0
     if is_dtensor(param):
-        # As torch.distributed.checkpoint asks: each shard is one box of the whole, with FSDP above tensor parallelism
-        # too, whose placements are strided.
+        # As in torch.distributed.checkpoint: each shard is one box of the whole, even with FSDP above tensor
+        # parallelism, where placements are strided.
         (chunk,) = param.__create_chunk_list__()
         first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
     if param.is_complex():
@@ -82,7 +82,7 @@ def element_numbers(param: Any, sharding: Sharding) -> ElementNumbers:
 
 
 def ranks_before(param: Any, sharding: Sharding) -> int:
-    """Returns this rank's number among those that hold shards of which the parameter does not say where they belong."""
+    """Returns this rank's number within the groups that the parameter, unlike a DTensor's mesh, does not know."""
     own = param.device_mesh.get_all_groups() if is_dtensor(param) else []
     return sum(group.rank() for group in sharding if group not in own)
 
@@ -91,26 +91,26 @@ def ranks_before(param: Any, sharding: Sharding) -> int:
 
 
 def scrambled(x: Number) -> Number:
-    """The finaliser of MurmurHash3 on the lower 32 bits of int64 numbers, or of one number."""
+    """Applies the finaliser of MurmurHash3 to the lower 32 bits of int64 numbers, or of one number."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW_32_BITS
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW_32_BITS
     return x ^ (x >> 16)
 
 
 def as_int32(x: Tensor) -> Tensor:
-    """The lower 32 bits of int64 numbers."""
+    """Returns the lower 32 bits of int64 numbers."""
     return (((x + (1 << 31)) & LOW_32_BITS) - (1 << 31)).to(torch.int32)
 
 
 def scrambled_int32_(x: Tensor) -> Tensor:
-    """`scrambled` of int32 numbers in place, whose products wrap around. Shifts copy the sign, which is masked."""
+    """Applies `scrambled` to int32 numbers in place. Products wrap around; the sign that shifts copy is masked."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def rounding_start(seed: int) -> int:
-    """32 bits that depend on all 64 of the seed."""
+    """Returns 32 bits that depend on all 64 bits of the seed."""
     low, high = seed & LOW_32_BITS, seed >> 32
     return scrambled(low ^ scrambled((high + 1) & LOW_32_BITS))
 
@@ -122,7 +122,7 @@ def rounding_keys(seed: int, tensor_ids: Tensor, steps: Tensor) -> Tensor:
 
 
 def stochastically_rounded(values: Tensor, key: Tensor, numbers: ElementNumbers) -> Tensor:
-    """Values in bfloat16, by way of float32."""
+    """Rounds values, first to float32, then stochastically to bfloat16."""
     values = values.to(torch.float32)
     elements = numbers.tensor(values.shape, values.device)
     if numbers.last(values.shape) > LOW_32_BITS:

@@ -1,11 +1,11 @@
-"""What a state has of weights: masters, and averages of them.
+"""The weights that a state stores: masters, and averages of weights.
 
-Masters are float32 copies of float16 parameters, and the two bytes that bfloat16 ones lack. These are a signed
-remainder of 16 bits: by how many patterns of bits the master lies above its nearest bfloat16, which is the parameter.
-So a parameter that others write to takes its master along. Halfway between two parameters the upper one in magnitude
-is taken: csrc/masters.h says why.
+The master of a float16 parameter is a float32 copy. For a bfloat16 parameter the state stores only a signed remainder
+of 16 bits: how many bit patterns the master lies above its nearest bfloat16, which is the parameter. So a parameter
+that is written to from outside takes its master along. A master halfway between two parameters rounds to the one of
+larger magnitude: csrc/masters.h says why.
 
-Averages are exponential ones, in at least float32, of the master where there is one.
+Averages are exponential, in at least float32, and follow the master if there is one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 AVERAGE = "ema_param"
 
-# An entry of the optimizer's state as long as weights and averages are exchanged. By it no snapshot holds, so that a
-# step comes to where it is refused, and steps at other times need not ask.
+# This entry is in the optimizer's state while weights and averages are exchanged. With it no snapshot holds, and a new
+# one refuses the step, so that ordinary steps need no check.
 EXCHANGED = "averaged_params"
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
     """Returns the masters of bfloat16 parameters, in float32.
 
-    Below zero and above infinity are no numbers. A remainder that would lead there counts as 0: it cannot belong to the
-    parameter, so others have written to that.
+    Bit patterns just below zero and just above infinity are NaN. A remainder that leads there counts as 0: it cannot
+    belong to the parameter, which must have been written to from outside.
     """
     bits = param.view(torch.int16).to(torch.int32) << 16
     masters = (bits + remainder).view(torch.float32)
@@ -43,16 +43,16 @@ def joined(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns float32 masters as bfloat16 parameters and remainders. NaN has none, or the parameter might be -0."""
+    """Splits float32 masters into bfloat16 parameters and remainders. Some NaNs would round to -0: all become one."""
     bits = master.view(torch.int32)
     bits = torch.where(master.isnan(), 0x7FC00000, bits)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """Returns what a float32 master is beside its bfloat16 parameter, and 0 where it does not round to that.
+    """Returns the remainder of a float32 master beside its bfloat16 parameter, 0 if it does not round to that.
 
-    Of masters that torch has rounded halfway down to an even parameter the last bit is lost.
+    A master halfway above a parameter, which torch rounds down to an even one, loses its last bit.
     """
     difference = master.view(torch.int32).to(torch.int64) - (param.view(torch.int16).to(torch.int64) << 16)
     rounds_to_param = difference.abs() <= 0x8000
@@ -60,7 +60,7 @@ def remainder_of(param: Tensor, master: Tensor) -> Tensor:
 
 
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Returns a parameter's master as a float32 tensor, itself if it has none. A DTensor's is a DTensor."""
+    """Returns a parameter's master as a float32 tensor, or the parameter if it has none. A DTensor's is a DTensor."""
     if REMAINDER in state:
         return sharded_like(param, joined(local_tensor(param).detach(), local_tensor(state[REMAINDER])))
     master: Tensor = state.get(MASTER, param)
@@ -68,8 +68,8 @@ def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 def convert_master(state: dict[str, Any], param: Tensor, options: Options, backend: Backend) -> None:
-    """Makes the master that a step needs, of one that was saved in another way or of the parameter, and drops what a
-    converted parameter has no use for."""
+    """Makes the master that a step needs, from a master saved in another form or from the parameter. Drops masters that
+    are not needed."""
     needed = options.master_key(param.dtype)
     local = local_tensor(param).detach()
     if needed == REMAINDER and REMAINDER not in state:
@@ -86,7 +86,7 @@ def convert_master(state: dict[str, Any], param: Tensor, options: Options, backe
 
 
 def warn_of_dropped_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: Options) -> None:
-    """Warns, once, of saved masters that say more than parameters do, where the optimizer keeps none."""
+    """Warns, once, if saved masters have more precision than parameters but the optimizer keeps none."""
     dropped: Counter[torch.dtype] = Counter()
     for param, state in saved.items():
         own = options.master_key(param.dtype)
@@ -109,7 +109,7 @@ def warn_of_dropped_masters(saved: Mapping[Tensor, Mapping[str, Any]], options: 
 
 
 def convert_average(state: dict[str, Any], param: Tensor, ema_decay: float | None, backend: Backend) -> None:
-    """Makes the average that a step needs, which starts as the weight, or widens one that was saved in 16 bits."""
+    """Makes the average that a step needs, starting as the weight, or widens one that was saved in 16 bits."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     if AVERAGE in state:
         state[AVERAGE] = state[AVERAGE].to(dtype)

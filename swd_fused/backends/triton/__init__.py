@@ -1,1 +1,1 @@
-"""The Triton backend: its host side here, its device code in `kernels`."""
+"""The Triton backend: host code in this folder, device code in `kernels`."""

@@ -1,4 +1,4 @@
-"""AdamS on CUDA and ROCm devices: one launch for all tensors of one combination of dtypes."""
+"""AdamS on CUDA and ROCm devices: one launch for all tensors that share a combination of dtypes."""
 
 from __future__ import annotations
 

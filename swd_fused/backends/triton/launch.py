@@ -1,4 +1,4 @@
-"""Compiling and launching the Triton kernels: constants, options, registers and grids by combination of dtypes."""
+"""Compiles and launches the Triton kernels: constants, options, registers and grids by combination of dtypes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from torch import Tensor
 from swd_fused.backends.triton.kernels import kernels, tables
 from swd_fused.user_warning import warn_user
 
-# Tensors are cut at multiples of BLOCK elements: one 128-bit access for each of 128 threads and float32 operand. No
-# autotuning: trial runs of an update would apply it again.
+# Tensors are cut at multiples of BLOCK elements: one 128-bit access of each float32 operand for each of 128 threads.
+# Nothing is autotuned: trial runs would apply the update again.
 THREADS: int = tables.THREADS.value
 ALIGNMENT: int = tables.ALIGNMENT.value
 BLOCK = 512
 
-# To reach its bandwidth an H100 needs 18 KB on their way to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42
-# (8 TB/s at 800 ns). With 96 to 160 bytes of an update for each thread 3 or 4 programs are enough; more than 8 would
-# only make sums longer.
+# To reach its bandwidth an H100 needs 18 KB in flight to each multiprocessor (3.35 TB/s at some 700 ns), a B200 42 KB
+# (8 TB/s at 800 ns). An update loads 96 to 160 bytes for each thread, so 3 or 4 programs are enough. More than 8 would
+# only make the final sums longer.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
 # Each of a multiprocessor's four parts has 512 registers for each lane of a warp: 65,536 on NVIDIA's devices, and
-# 131,072 on AMD's MI200, MI300 and MI350, of which torch may report half. They are given out in units of 8.
+# 131,072 on AMD's MI200, MI300 and MI350, of which torch may report half. They are allocated in units of 8.
 PARTS, REGISTERS_OF_LANE, REGISTERS_UNIT = 4, 512, 8
 
-# Of each operand, in an update. An update waits for all that it has asked for, so with one load of 128 bits and the
-# registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB on their way; a B200 needs 42.
+# How many loads of each operand an update issues at once. An update waits for all its loads. With one load of 128 bits,
+# and the registers that it takes, 5 programs on a multiprocessor had 30 to 40 KB in flight; a B200 needs 42.
 LOADS_IN_FLIGHT = 2
 
-# Tried in turn where a compiler spills more than a few registers at the number chosen for a kernel. A few are scalars
-# of a segment, which no loop over elements touches; with more registers fewer programs would be resident.
+# Limits of registers to try in turn if a kernel spills more than a few at its own limit. A few spills are scalars of a
+# segment, which no loop over elements touches; with more registers fewer programs would be resident.
 MORE_REGISTERS = (168, 255)
 FEW_SPILLS = 20
 
-# In the interpreter there is no device to ask. Programs run one after another there, so a launch in which they wait for
-# one another must have one only.
+# The number of programs in the interpreter, which has no device. It runs programs one after another, so a launch whose
+# programs wait for one another can have only one.
 INTERPRETED_PROGRAMS = 1
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# What the kernels are passed, by name, for compiling them before any of it exists. A 0 stands for a number.
+# The kernels' arguments: dtypes by name, for compiling before any tensor exists. A 0 stands for a number.
 ARGUMENTS: dict[str, torch.dtype | int] = {
     **dict.fromkeys(("results", "totals", "last", "sums", "slots", "hyper", "limits"), torch.float64),
     **dict.fromkeys(("exp_avg_sq_mean", "grad_factor", "skip"), torch.float64),
@@ -72,13 +72,13 @@ class Launcher:
         self.arguments = [name for name in kernel.arg_names if name in ARGUMENTS]
 
     def compiled(self) -> Any:
-        """Compiles for the dtypes of the arguments; nothing is specialised to their values."""
+        """Returns the kernel, compiled at the first call for the arguments' dtypes but for no particular values."""
         if self._compiled is None:
             args = list(map(ARGUMENTS.__getitem__, self.arguments))
             with torch.cuda.device(self._device):
                 for options in options_in_turn(self._options):
                     self._compiled = self._kernel.warmup(*args, grid=(1,), **self._constants, **options)
-                    self._compiled[1, 1, 1]  # loads it, so that its registers are known
+                    self._compiled[1, 1, 1]  # loads the kernel, so that its registers are known
                     if self._compiled.n_spills <= FEW_SPILLS:
                         break
         return self._compiled
@@ -89,30 +89,30 @@ class Launcher:
             return
         compiled = self.compiled()
         stream = torch.cuda.current_stream(self._device)
-        # Triton's own call binds and specialises all arguments anew: 13 us against 3 on this path. It takes addresses
-        # as they are, where for tensors it would ask the driver about each.
+        # Triton's own call binds and specialises all arguments anew: 13 us against 3 on this path. Addresses are passed
+        # instead of tensors, since Triton would ask the driver about each tensor.
         values = []
         for arg in args:
             if isinstance(arg, Tensor):
-                arg.record_stream(stream)  # or, freed on the stream that made it, it could be reused too early
+                arg.record_stream(stream)  # else memory freed on its own stream could be reused too early
                 arg = arg.data_ptr()
             values.append(arg)
         with nullcontext() if torch.cuda.current_device() == self._device.index else torch.cuda.device(self._device):
             compiled[programs, 1, 1](*values, *self._constants.values(), stream=stream.cuda_stream)
 
 
-# --- What kernels are compiled for
+# --- Variants of kernels, and their compilation
 
 
 class Variant(NamedTuple):
-    """Names what kernels are compiled for: dtypes first, then what they do."""
+    """Names the properties for which kernels are compiled: dtypes first, then features."""
 
     param: torch.dtype
     grad: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
-    averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq itself
-    weight: torch.dtype  # of what is updated: masters, their remainders in int16, or parameters themselves
+    averaged: torch.dtype  # of max_exp_avg_sq with amsgrad, else of exp_avg_sq
+    weight: torch.dtype  # of masters, of their remainders (int16), or of the parameters if there are no masters
     amsgrad: bool = False
     master: bool = False
     stochastic: bool = False
@@ -122,30 +122,30 @@ class Variant(NamedTuple):
     averages: bool = False  # whether weights are averaged
 
 
-DTYPES = 6  # they come first
+DTYPES = 6  # the number of dtypes, which come first
 
 
 @cache
 def launcher_for(kernel: Any, device: torch.device, variant: Variant, sum_grads: bool = False) -> Launcher:
-    # On the CPU nothing is compiled: it is interpreted, or a benchmark leaves launches out.
+    # On the CPU nothing is compiled: kernels are interpreted, or a benchmark leaves launches out.
     warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     options = compile_options(kernel, variant, torch.version.hip is not None, warp_size)
     return Launcher(kernel, device, constants_for(variant, sum_grads), options)
 
 
-# What the kernels see of that: Triton's dtypes, and elements in an access, in a block, and in one of the shorter blocks
-# where elements are taken singly, whose masks and addresses take many registers.
+# A variant as kernels see it: Triton's dtypes, and how many elements an access, a block, and a shorter block of single
+# accesses have. The masks and addresses of single accesses take many registers.
 Config = cast(Any, namedtuple("Config", [*Variant._fields, "compute", "vector", "block", "tail"]))
 
 
 def constants_for(variant: Variant, sum_grads: bool) -> dict[str, Any]:
-    """Returns the compile-time constants by the kernels' names for them."""
+    """Returns the kernels' compile-time constants by name."""
     dtypes: list[Any] = [*variant[:DTYPES], torch.promote_types(variant.averaged, torch.float32)]
-    # Elements of the widest operand in 128 bits. Narrower ones then come in 64 or 32 bits, but each access of a warp is
-    # one stretch of memory; 128 bits of all would leave gaps in the wide ones' accesses.
+    # How many elements of the widest operand 128 bits hold. Narrower operands are loaded in 64 or 32 bits, but each
+    # access of a warp is one stretch of memory. Loading 128 bits of each would leave gaps in accesses of the widest.
     vector = ALIGNMENT // max(dtype.itemsize for dtype in dtypes[:-1])
     vectors = THREADS * vector
-    # Tensors without codes are few and small among those that have them, and must not be what decides about registers.
+    # Beside tensors with codes those without are few and small, and must not determine how many registers are used.
     sizes = vector, vectors if variant.coded else LOADS_IN_FLIGHT * vectors, vectors // 2
     *names, compute = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in dtypes)
     config = Config(*names, *variant[DTYPES:], compute, *sizes)
@@ -153,13 +153,13 @@ def constants_for(variant: Variant, sum_grads: bool) -> dict[str, Any]:
 
 
 def compile_options(kernel: Any, variant: Variant, hip: bool, warp_size: int) -> dict[str, Any]:
-    # Fusion is said aloud, since Triton means to change its default.
+    # Fusion is set explicitly, since Triton intends to change its default.
     options: dict[str, Any] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     if kernel is kernels.exact_step_kernel:
         options["launch_cooperative_grid"] = True
     if not hip:
-        # So few that enough programs are resident: 96 let 5 be, 128 let 4. Left alone NVIDIA's compiler takes up to 255
-        # for some kernels. Found by compiling for sm_80, sm_90, sm_100 and sm_120. On the last one some kernels for
+        # Few enough that enough programs are resident: 5 with 96, 4 with 128. Without a limit NVIDIA's compiler uses up
+        # to 255 for some kernels. Found by compiling for sm_80, sm_90, sm_100 and sm_120. On sm_120 some kernels for
         # 16-bit weights and 8-bit moments spill in their loops, as do float64's on sm_100: `Launcher` gives them more.
         has_16_bits = variant.weight.itemsize == variant.exp_avg.itemsize == 2
         options["maxnreg"] = 96 if kernel is kernels.exact_step_kernel and has_16_bits else 128
@@ -167,21 +167,21 @@ def compile_options(kernel: Any, variant: Variant, hip: bool, warp_size: int) ->
 
 
 def options_in_turn(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the options to try, until few registers are spilled. AMD's compiler is given no number of registers."""
+    """Returns the options to try until few registers are spilled. AMD's compiler is given no limit of registers."""
     return [options, *({**options, "maxnreg": most} for most in MORE_REGISTERS if "maxnreg" in options)]
 
 
 @cache
 def programs_on(kernel: Any, device: torch.device, variant: Variant) -> int:
-    """Returns as many programs of the kernel as the device holds at once."""
+    """Returns how many programs of the kernel the device holds at once."""
     if INTERPRETED:
         return INTERPRETED_PROGRAMS
     return resident_programs(launcher_for(kernel, device, variant, sum_grads=True).compiled(), device)
 
 
 def resident_programs(compiled: Any, device: torch.device) -> int:
-    """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, of which
-    the last is thin, and could not be launched cooperatively."""
+    """Returns how many programs of a compiled kernel a device holds at once. A larger grid would run in waves, the last
+    of them half empty, and could not be launched cooperatively."""
     properties: Any = torch.cuda.get_device_properties(device)
     registers = max(1, -(-compiled.n_regs // REGISTERS_UNIT)) * REGISTERS_UNIT
     limits: tuple[int, ...] = (
@@ -192,16 +192,16 @@ def resident_programs(compiled: Any, device: torch.device) -> int:
     return max(1, min(limits)) * int(properties.multi_processor_count)
 
 
-# --- What a device can launch
+# --- The capabilities of devices
 
 _can_wait: dict[torch.device, bool] = {}
 
 
 def can_wait(device: torch.device) -> bool:
-    """Returns whether the programs of a grid can wait for one another, which takes a cooperative launch.
+    """Returns whether the programs of a grid can wait for one another, which needs a cooperative launch.
 
-    All CUDA devices that Triton serves can do that. Of AMD's the driver tells; an old Triton (3.6) does not ask it. The
-    interpreter runs one program after another.
+    All CUDA devices that Triton supports can do that. For AMD's the driver knows, but an old Triton (3.6) does not ask
+    it. The interpreter runs one program after another.
     """
     if INTERPRETED:
         return INTERPRETED_PROGRAMS == 1
@@ -212,8 +212,8 @@ def can_wait(device: torch.device) -> bool:
 
 
 def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
-    """Returns whether this error of a launch is a refusal of its grid, and remembers that, with a warning. Nothing has
-    run then. Under MPS and in green contexts a device has fewer multiprocessors than its properties say."""
+    """Returns whether a launch failed because its grid was refused, so that nothing has run. Remembers this, and warns.
+    Under MPS and in green contexts a device has fewer multiprocessors than its properties say."""
     # "Triton Error [CUDA]: too many blocks in cooperative launch", "Triton Error [HIP]: Code: 720, Messsage: ...".
     if not re.search(r"cooperative launch|Code: 720\b", str(error)):
         return False
@@ -228,12 +228,12 @@ def refuses_cooperation(error: RuntimeError, device: torch.device) -> bool:
 
 @cache
 def why_not_launchable(device: torch.device) -> str | None:
-    """Returns what keeps Triton from launching anything on this device, found by loading a small kernel; None if
-    nothing does. Triton compiles a part of its launcher in C at first use, so without a compiler it cannot launch."""
+    """Returns why Triton cannot launch anything on this device, or None if it can load a small kernel. Triton compiles
+    a part of its launcher in C at first use, so it cannot launch without a C compiler."""
     if INTERPRETED:
         return None
     try:
         Launcher(kernels.last_exp_avg_sq_sum_kernel, device, {}, {}).compiled()
-    except Exception as error:  # of whichever kind: a compiler that is missing, or fails, or is too old for the device
+    except Exception as error:  # of any kind: a compiler may be missing, fail, or be too old for the device
         return f"Triton cannot launch kernels here ({type(error).__name__}: {error})"
     return None

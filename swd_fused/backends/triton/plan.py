@@ -1,8 +1,8 @@
-"""The Triton backend's plan of a bucket, kept from step to step: tensors in a table, and which program walks which.
+"""The Triton backend's plan of a bucket, kept from step to step: a table of tensors, and the segments of each program.
 
-The kernels walk a tensor's memory from end to end, in the order in which its second moment lies there; where rounding
-is stochastic, or moments are kept in 8 bits, row by row, so that an element's number and block follow from its place. A
-tensor that lies in another order, or has gaps, takes part as a copy.
+The kernels walk a tensor's memory from end to end, in the order of its second moment's memory. With stochastic rounding
+or 8-bit moments they walk it row by row, so that an element's number and block follow from its place. A tensor whose
+memory has another order, or gaps, is replaced by a copy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from swd_fused.state.rounding import rounding_start
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
 
-# Within a segment each thread adds in the type that computes, so it must not be too long. What the threads read about a
-# segment, 37 KB, is 0.4% of what they update in one of this length.
+# Within a segment each thread adds in the dtype of the computation, so a segment must not be too long. Threads read
+# 37 KB about a segment, 0.4% of the memory that they update in one of this length.
 MAX_SEGMENT = 512 * BLOCK
 
-# What a segment costs besides its elements, in elements: keeps the programs' shares even among small tensors.
+# The overhead of a segment, in elements: counting it keeps the programs' shares even among small tensors.
 SEGMENT_COST = 2 * BLOCK
 
 
@@ -50,13 +50,13 @@ class Segment(NamedTuple):
 def segments_of(
     numels: Mapping[int, int], programs: int, columns: Mapping[int, int]
 ) -> tuple[list[Segment], list[int]]:
-    """Tensors, by number, cut into segments; and for each program its first segment, with the end of the last's.
+    """Cuts tensors into segments. Returns these, and each program's first segment followed by the number of segments.
 
-    Each program has an equal share of the cost. Cuts are at multiples of BLOCK, so that a tensor that is aligned at its
-    beginning is so in each segment. Tensors whose moments are kept in 8 bits, which have `columns`, are cut between
-    blocks of codes; a block that ends with its row costs as much as a whole one.
+    Each program has an equal share of the cost. Cuts are at multiples of BLOCK, so if a tensor's beginning is aligned,
+    each segment's is too. Tensors whose moments are kept in 8 bits, which have `columns`, are cut between blocks of
+    codes; a block that ends with its row costs as much as a whole one.
     """
-    padded = {  # to whole blocks of codes
+    padded = {  # sizes after filling rows up to whole blocks of codes
         tensor: numel // columns[tensor] * blocks_of_row(columns[tensor]) * CODE_BLOCK if columns.get(tensor) else numel
         for tensor, numel in numels.items()
     }
@@ -77,7 +77,7 @@ def segments_of(
 
 
 def _unpadded(place: int, columns: int | None) -> int:
-    """Returns the element at a place among whole blocks of codes."""
+    """Returns the element at a place that counts each block of codes as a whole one."""
     if not columns:
         return place
     row, block = divmod(place // CODE_BLOCK, blocks_of_row(columns))
@@ -93,7 +93,7 @@ def columns_of(bucket: Bucket) -> list[list[Tensor]]:
 
 
 def walked_layouts(bucket: Bucket) -> list[Tensor]:
-    """Returns by tensor one on the meta device, with strides in whose order its memory is walked."""
+    """Returns for each tensor a meta tensor whose strides give the order in which its memory is walked."""
     stochastic, layouts = bucket.options.stochastic_rounding, []
     for index, (param, averaged) in enumerate(zip(bucket.params, bucket.averaged, strict=True)):
         is_row_major = index in bucket.block_numbers or (stochastic and param.dtype == torch.bfloat16)
@@ -103,7 +103,7 @@ def walked_layouts(bucket: Bucket) -> list[Tensor]:
 
 
 def walkable(tensor: Tensor, layout: Tensor) -> Tensor:
-    """Returns the tensor itself, if its elements lie in memory as those of `layout` do, else room for a copy."""
+    """Returns the tensor itself if its elements are laid out in memory as in `layout`, else memory for a copy."""
     if tensor.stride() == layout.stride() or all(
         stride == wanted or size == 1
         for size, stride, wanted in zip(tensor.shape, tensor.stride(), layout.stride(), strict=True)
@@ -122,7 +122,7 @@ def table_of(bucket: Bucket, columns: list[list[Tensor]]) -> Tensor:
     table[:, TENSOR.group] = int64s(bucket.group_indices)
     table[:, TENSOR.number] = int64s(bucket.numbers)
     for row, numbers, param in zip(table, bucket.element_numbers, bucket.params, strict=False):
-        # What takes more than one division is numbered from its first element on.
+        # A tensor whose numbers need more than one division counts them from its first element on.
         rows = numbers.rows(param.shape) or (numbers.first, param.numel(), 0)
         row[TENSOR.first_number : TENSOR.row_pitch + 1] = int64s(rows)
     for index in bucket.coded:
@@ -137,7 +137,7 @@ def table_of(bucket: Bucket, columns: list[list[Tensor]]) -> Tensor:
 
 
 class Part:
-    """The tensors of a bucket that have one combination of dtypes: what one launch serves."""
+    """The tensors of a bucket that share a combination of dtypes, and so a launch."""
 
     def __init__(
         self,
@@ -153,35 +153,35 @@ class Part:
         self.n_segments = len(segments)
         self.segments = from_host(int64s(chain.from_iterable(segments)).view(-1, len(Segment._fields)), device)
         self.program_segments = from_host(torch.tensor(program_segments, dtype=torch.int32, device="cpu"), device)
-        # -1 is no step count: nothing is known yet.
+        # No tensor has the step count -1: it marks sums that must be computed.
         self.sums = torch.full((max(1, self.n_segments), SUM.columns), -1.0, dtype=torch.float64, device=device)
         self.slots = torch.zeros(self.programs, SLOT.columns, dtype=torch.float64, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.launchers: dict[tuple[str, bool], Any] = {}  # by kernel, and whether it sums gradients
 
 
-# Passes that are launched by themselves share one grid, since they share their sums. It is that of the lagged step: in
-# a lagged run the first step, the first after a resume, and each that releases gradients are taken in passes. On
-# another grid tensors would be cut elsewhere, and the mean would have other last bits.
+# Passes that are launched separately share one grid, since they share their sums. It is the lagged step's: in a lagged
+# run the first step, the first after a resume, and each that releases gradients are taken in separate passes. Another
+# grid would cut tensors elsewhere, and the mean would differ in the last bits.
 PASSES = kernels.lagged_step_kernel
 
 
 class Plan(backend.Plan):
-    """The operands; the parts, with the sums of their second moments; and small tensors that live on the device."""
+    """Holds the operands, the parts with the sums of their second moments, and small tensors on the device."""
 
-    grads: Tensor  # their addresses, on the device
+    grads: Tensor  # the addresses of the gradients, on the device
 
     def __init__(self, bucket: Bucket) -> None:
         self.one, self.zero = (torch.full((), x, dtype=torch.float64, device=bucket.device) for x in (1.0, 0.0))
-        self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # as GradScaler has them
-        self.last: Tensor | None = None  # what lagged_step_kernel finds, if it was that kernel's turn the last time
-        self.corrections_of_last: list[tuple[float, float]] = []  # beta2 and corrects_bias by group
+        self.no_scale, self.no_inf = self.one.float(), self.zero.float()  # float32, as GradScaler's
+        self.last: Tensor | None = None  # the `last` that lagged_step_kernel has left, if it took the last step
+        self.corrections_of_last: list[tuple[float, float]] = []  # beta2 and corrects_bias of each group for `last`
         self._limits: dict[tuple[float | None, int], Tensor] = {}
         self._columns = {tensor: rows_and_columns(bucket.params[tensor].shape)[1] for tensor in bucket.coded}
         self._numels = _numels_by_dtypes(bucket)
         self.n_parts = len(self._numels)
         self._parts: dict[Any, list[Part]] = {}  # by kernel
-        self._with_sums: list[Part] | None = None  # of these `sums` is up to date
+        self._with_sums: list[Part] | None = None  # the parts whose `sums` are up to date
         self._addresses: list[int] = []
         self._misaligned: Tensor | None = None  # the last bits of addresses
         layouts, columns = walked_layouts(bucket), columns_of(bucket)
@@ -199,14 +199,14 @@ class Plan(backend.Plan):
         self._table = from_host(table_of(bucket, walked), bucket.device)
 
     def for_capture(self) -> Plan:
-        """Returns a copy for a step that is captured in a CUDA graph. Both use the same parts, and may replace them."""
+        """Returns a copy for a step that is captured in a CUDA graph. Both share present parts, but not later ones."""
         captured = copy.copy(self)
         captured._limits, captured._parts = self._limits.copy(), self._parts.copy()
         captured._forget_sums()
         return captured
 
     def begin(self, bucket: Bucket) -> None:
-        """Takes up the gradients of a step, and fills the copies."""
+        """Takes up a step's gradients, and fills the copies of tensors that kernels cannot walk."""
         if self._addresses != bucket.grad_addresses:
             self._set_grads(bucket)
         for index, grad_copy in self._grad_copies.items():
@@ -226,7 +226,7 @@ class Plan(backend.Plan):
         bucket.count_writes()
 
     def _set_grads(self, bucket: Bucket) -> None:
-        """Uploads the addresses of gradients, which a backward pass puts where there is room."""
+        """Uploads the addresses of gradients, which may differ after each backward pass."""
         self._addresses = bucket.grad_addresses
         addresses = int64s(self._addresses)
         for index, grad_copy in self._grad_copies.items():
@@ -234,8 +234,8 @@ class Plan(backend.Plan):
                 addresses[index] = grad_copy.data_ptr()
         misaligned = addresses & (ALIGNMENT - 1)
         if self._misaligned is not None and not torch.equal(misaligned, self._misaligned):
-            # What is aligned is added in another order than what is not, so sums are read once more, in the order in
-            # which a run that is resumed now reads them.
+            # Alignment changes the order of additions. So sums are computed anew, in the order in which a run that is
+            # resumed now would compute them.
             for part in chain.from_iterable(self._parts.values()):
                 part.sums[:, SUM.step].fill_(-1.0)
             self._forget_sums()
@@ -248,8 +248,8 @@ class Plan(backend.Plan):
     def parts_for(self, kernel: Any, bucket: Bucket) -> list[Part]:
         """Returns the parts with a grid that suits this kernel, and with `sums` up to date.
 
-        Each grid cuts tensors into segments of its own, so that all programs have equal shares. Where another one took
-        the last step, or perhaps a graph, the segments that are out of date are read once more.
+        Each grid cuts tensors into its own segments, so that all programs have equal shares. If the last step used
+        another grid, or perhaps a graph, the sums of segments that are out of date are computed from memory.
         """
         parts = self._parts.get(kernel)
         if parts is None:
@@ -277,7 +277,7 @@ class Plan(backend.Plan):
     def launch(
         self, kernel: Any, bucket: Bucket, part: Part, others: Mapping[str, Tensor], sum_grads: bool = False
     ) -> None:
-        """Launches a kernel with what it asks for by the names of its parameters: `others` are not the plan's own."""
+        """Launches a kernel with arguments by the names of its parameters: the plan's own tensors, and `others`."""
         launcher = part.launchers.get((kernel.__name__, sum_grads))
         if launcher is None:
             launcher = launcher_for(kernel, bucket.device, part.variant, sum_grads)
@@ -300,14 +300,14 @@ class Plan(backend.Plan):
         launcher(programs, *map(given.__getitem__, launcher.arguments))
 
     def launch_all(self, kernel: Any, bucket: Bucket, others: Mapping[str, Tensor], sum_grads: bool = False) -> Tensor:
-        """Launches a pass for each part. Returns a row of totals for each, with the columns of `slots`."""
+        """Launches a pass for each part. Returns each part's row of totals, with the columns of `slots`."""
         totals = torch.empty(self.n_parts, SLOT.columns, dtype=torch.float64, device=bucket.device)
         for part, row in zip(self.parts_for(PASSES, bucket), totals, strict=True):
             self.launch(kernel, bucket, part, {"totals": row, **others}, sum_grads)
         return totals
 
     def sums_by_tensor(self, bucket: Bucket) -> Tensor:
-        """Returns the sums of second moments by tensor: what the last step left, whichever grid it had."""
+        """Returns each tensor's sum of second moments as the last step left it, whichever grid that used."""
         if bucket.is_stepped_by_graphs():
             self._forget_sums()
         parts = self._with_sums or self.parts_for(next(reversed(self._parts), PASSES), bucket)
@@ -330,7 +330,7 @@ class Plan(backend.Plan):
 
 
 def _numels_by_dtypes(bucket: Bucket) -> list[tuple[Variant, dict[int, int]]]:
-    """Codes count as float32, which they are computed in: so they share a launch with moments in float32."""
+    """Groups tensors by dtypes. Codes count as float32, in which they are computed, so both share a launch."""
     numels: defaultdict[Variant, dict[int, int]] = defaultdict(dict)
     moments = bucket.state.exp_avgs, bucket.state.exp_avg_sqs, bucket.averaged
     operands = bucket.params, bucket.grads_or_params, *moments, bucket.state.masters or bucket.params

@@ -1,8 +1,8 @@
 """Moments in 8 bits, as state/eight_bit.py defines them: blocks of codes with a scale, several in a tile at once.
 
-A tile has the shape [256 / width, blocks, width], where a warp's threads together have `width` neighbours: so a block
-is within one warp, each of its accesses is one stretch of memory, and what is found of a block takes no shared memory.
-Where elements are not aligned two warps share a block, since single accesses take more registers.
+A tile has the shape [256 / width, blocks, width], where a warp's threads together have `width` neighbours. So a block
+is within one warp, each of its accesses is one stretch of memory, and a block's maximum needs no shared memory. If
+elements are not aligned two warps share a block, since single accesses take more registers.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ LEAST_SCALE = tl.constexpr(eight_bit.LEAST_SCALE)
 LARGEST_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg"])
 LARGEST_ROOT_CODE = tl.constexpr(eight_bit.LARGEST_CODE["exp_avg_sq"])
 
-# Added to a float32 number below 2^22 it leaves no bits for a fraction: the number is rounded to nearest, ties to even.
+# Adding this to a float32 number below 2^22 leaves no bits for a fraction: it rounds to nearest, ties to even.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
-# Where a segment's blocks are: the number of them, the first one's place in its row and among all, how many a row has,
-# how long its last one is; the first one's number, and how many numbers are left out between rows.
+# A segment's blocks: how many there are, the first one's place in its row and among all, how many a row has, and how
+# long a row's last one is; the first one's number for rounding, and how many numbers are left out between rows.
 Blocks = namedtuple("Blocks", "count in_row first per_row tail number gap")
 
 # Pointers to the scales of a segment's blocks.
 Scales = namedtuple("Scales", "exp_avg exp_avg_sq")
 
-# Rows that are a multiple of it are aligned if the first one is: 16 bytes of the narrowest operand that is read in 128
-# bits, 16-bit gradients.
+# If rows are a multiple of this, all are aligned if the first one is: 16 bytes of the narrowest operand that is read in
+# 128 bits, 16-bit gradients.
 ROW_ALIGNMENT = tl.constexpr(8)
 
-# Neighbours in a tile that a warp has, for each element in an access; on AMD, half a warp. How many blocks are taken at
-# once, a multiple of a program's warps.
+# How many neighbours in a tile a warp has (on AMD, half a warp) for each element in an access; and how many blocks are
+# taken at once, a multiple of a program's warps.
 LANES, BLOCKS_IN_FLIGHT = tl.constexpr(32), tl.constexpr(4)
 
-# The same where elements are not aligned: neighbours of two warps, and blocks.
+# The same if elements are not aligned: how many neighbours two warps have, and how many blocks are taken at once.
 UNALIGNED_WIDTH, UNALIGNED_BLOCKS = tl.constexpr(64), tl.constexpr(2)
 
 
 @triton.jit
 def is_in_vectors(segment):
-    """Whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
+    """Returns whether all rows of a segment begin aligned and end with a whole vector. A vector's only row may not."""
     return is_aligned(segment) & (segment.count % ROW_ALIGNMENT == 0)
 
 
 @triton.jit
 def has_codes(segment):
-    """Whether the tensor's moments are kept in 8 bits."""
+    """Returns whether the tensor's moments are kept in 8 bits."""
     return tl.load(segment.row + TENSOR.blocks_per_row) != 0
 
 
 @triton.jit
 def coded_operands_of(segment, CONFIG: tl.constexpr):
-    """Pointers to a segment's elements and codes, pointers to its blocks' scales, and where these blocks are."""
+    """Returns pointers to a segment's elements and codes, pointers to its blocks' scales, and the blocks."""
     blocks = segment_blocks(segment)
     exp_avg = elements(segment.row, TENSOR.exp_avg_scales, blocks.first, tl.float32)
     exp_avg_sq = elements(segment.row, TENSOR.exp_avg_sq_scales, blocks.first, tl.float32)
@@ -71,7 +71,7 @@ def coded_operands_of(segment, CONFIG: tl.constexpr):
 
 @triton.jit
 def segment_blocks(segment):
-    """Segments begin and end between blocks."""
+    """Returns a segment's blocks. Segments begin and end between blocks."""
     tensor, start = segment.row, segment.start
     row_length, per_row = tl.load(tensor + TENSOR.code_row_length), tl.load(tensor + TENSOR.blocks_per_row)
     row, end_row = start // row_length, (start + segment.count) // row_length
@@ -87,15 +87,15 @@ def segment_blocks(segment):
 
 @triton.jit
 def tile_at(begin, blocks, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of the blocks: where they begin, which they are and in which row, counted from the segment's beginning. Of the
-    elements: the places in their blocks, and which of them exist."""
+    """Returns a tile: each block's offset, index and row, counted from the segment's beginning, and each element's
+    place in its block, with a mask of those that exist."""
     inside = tl.arange(0, BLOCK_LENGTH // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     block = begin + tl.arange(0, BLOCKS)
     row = (blocks.in_row + block) // blocks.per_row
     is_last_of_row = blocks.in_row + block - row * blocks.per_row == blocks.per_row - 1
     length = tl.where(block < blocks.count, tl.where(is_last_of_row, blocks.tail, BLOCK_LENGTH), 0)
     offset = block * BLOCK_LENGTH - row * (BLOCK_LENGTH - blocks.tail)
-    # Of tensors that are taken in vectors, rows are multiples of a vector.
+    # If a tensor is taken in vectors, its rows are multiples of a vector.
     mask = tl.max_constancy(inside < length[None, :, None], [1, 1, VECTOR])
     return Tile(offset, inside, mask, block, row)
 
@@ -112,7 +112,7 @@ def decoded(codes, scales, tile, blocks, COMPUTE: tl.constexpr, VECTOR: tl.const
 
 @triton.jit
 def tile_noise(key, blocks, tile):
-    """8 random bits for each of both moments. Two neighbours share a hash, whose key is the same in a whole block."""
+    """Returns 8 random bits for each moment. Two neighbours share a hash, whose key is the same in a whole block."""
     number = blocks.number + tile.block + tile.row.to(tl.int64) * blocks.gap
     keys = key + scrambled((number >> 25).to(tl.uint32))
     pairs = (number * (BLOCK_LENGTH // 2)).to(tl.uint32)[None, :, None] + (tile.inside // 2).to(tl.uint32)
@@ -122,11 +122,11 @@ def tile_noise(key, blocks, tile):
 
 @triton.jit
 def encoded(values, noise, SIGNED: tl.constexpr):
-    """Codes, in 32 bits, and scales of the blocks of a tile.
+    """Returns the codes, in 32 bits, and the scales of a tile's blocks.
 
-    The largest value is found among its bits, where NaN is the largest of all. Blocks that have no inverse, since they
-    are zero or not finite, have the code 0, or the least that there is. Beside maxima that were loaded in float64
-    values are computed in float64.
+    The largest value is found by comparing bit patterns, among which NaN is the largest. Blocks that have no inverse,
+    since they are zero or not finite, have the least code: 0 if SIGNED, else 1. Values come in float64 if maxima are
+    loaded in float64.
     """
     LARGEST: tl.constexpr = LARGEST_CODE if SIGNED else LARGEST_ROOT_CODE
     values = values.to(tl.float32)
@@ -146,7 +146,7 @@ def encoded(values, noise, SIGNED: tl.constexpr):
 
 @triton.jit
 def sums_of_blocks(root_codes, scales, mask):
-    """By block, the sum of second moments as they are stored: exact but for one rounding."""
+    """Returns each block's sum of second moments as they are stored: exact but for one rounding."""
     squares = tl.sum(tl.sum(tl.where(mask, root_codes * root_codes, 0), axis=0), axis=1)
     scales = scales.to(tl.float64)
     return squares.to(tl.float64) * (scales * scales)

@@ -1,4 +1,4 @@
-"""The AdamS update of one element: the only place in Triton where the mathematics stand."""
+"""The AdamS update of one element: the only place in Triton with the mathematics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-# What an update takes besides its operands, the same for all elements of a segment.
+# The arguments of an update besides its operands, the same for all elements of a segment.
 Scalars = namedtuple(
     "Scalars",
     "grad_scale l2 inv_sqrt_bias_correction2 eps decay_factor step_size from_grad exp_avg_slope beta2 one_minus_beta2 "
-    "opposed_decay_factor ema_weight",  # where the update moves the weight away from zero; of the weight in its average
+    "opposed_decay_factor ema_weight",  # decay where the update moves away from zero; share in the average
 )
 
 
@@ -31,7 +31,7 @@ def update_element(
     denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
     decay_factor = scalars.decay_factor
     if CAUTIOUS:
-        # The update has the sign of exp_avg. Both signs are asked for: the product of two small numbers would be zero.
+        # The update subtracts a number of exp_avg's sign. Signs are compared: a product of small numbers may be zero.
         towards_zero = tl.where(param < 0, -exp_avg, exp_avg)
         decay_factor = tl.where(towards_zero >= 0, decay_factor, scalars.opposed_decay_factor)
     param = decay_factor * param - quotient(scalars.step_size * exp_avg, denom)
@@ -40,13 +40,13 @@ def update_element(
 
 @triton.jit
 def next_average(ema_param, param, scalars):
-    """The exponential average of a weight, `param` as its update leaves it."""
+    """Returns the exponential average of a weight, given `param` after its update."""
     return ema_param + scalars.ema_weight * (param - ema_param)
 
 
 @triton.jit
 def next_max(grad, exp_avg_sq, max_exp_avg_sq, scalars):
-    """max_exp_avg_sq as an update will leave it."""
+    """Returns max_exp_avg_sq as an update will leave it."""
     grad_scale, beta2, one_minus_beta2 = scalars
     grad *= grad_scale
     return larger(max_exp_avg_sq, beta2 * exp_avg_sq + one_minus_beta2 * grad * grad)
@@ -54,12 +54,12 @@ def next_max(grad, exp_avg_sq, max_exp_avg_sq, scalars):
 
 @triton.jit
 def larger(a, b):
-    """Keeps a NaN of b, as torch.maximum does."""
+    """Returns the larger number, or a NaN of b, as torch.maximum does."""
     return tl.where(a >= b, a, b)
 
 
-# Rounded as IEEE 754 says: four times the instructions of the approximations, in a kernel that waits for memory.
-# Operators on float64 are so anyway.
+# These round as IEEE 754 says: four times the instructions of the approximations, in a kernel that waits for memory.
+# Operators on float64 always do so.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernels: a whole step in one launch, or its passes one by one."""
+"""The kernels: whole steps in one launch, and single passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def exact_step_kernel(
     results, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper,
     limits, grad_scale, found_inf, n_tensors, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1, the mean, pass 2. The grid must be resident as a whole."""
+    """Runs pass 1, computes the mean, and runs pass 2. The whole grid must be resident."""
     tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     passes.gradient_sums(tables, sums, slots, CONFIG)
     wait_for_all(counter, 1)
@@ -46,9 +46,9 @@ def lagged_step_kernel(
     results, sums, slots, counter, last, steps, tensors, grads, segments, program_segments, hyper,
     limits, grad_scale, found_inf, n_tensors, n_segments, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2 with the mean of the sums that the launch before has left in `last`.
+    """Runs pass 2 with the mean of the sums that the launch before has left in `last`.
 
-    Waits for nobody, so any grid will do.
+    No program waits for another, so the grid may have any size.
     """
     tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     exp_avg_sq_mean = mean_of_sums(tl.load(last + LAST.total), 0.0, 1.0, tl.load(last + LAST.numel))
@@ -93,7 +93,7 @@ def update_kernel(
     totals, sums, slots, counter, steps, tensors, grads, segments, program_segments, hyper,
     limits, exp_avg_sq_mean, grad_factor, skip, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr,
 ):  # fmt: skip
-    """Does not advance `steps`, which other launches of this step may still read."""
+    """Runs pass 2. Does not advance `steps`, which other launches of this step may still read."""
     tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     if tl.load(skip) == 0:
         passes.update(tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG, SUM_GRADS)
@@ -111,7 +111,7 @@ def stored_sums_kernel(sums, steps, tensors, grads, segments, program_segments, 
 
 @triton.jit(do_not_specialize=["n_segments"])
 def last_exp_avg_sq_sum_kernel(last, sums, steps, tensors, grads, segments, program_segments, hyper, n_segments):
-    """One program. Weights are found anew, since nobody may have left them yet, or with other betas."""
+    """Computes `last` in one program. Computes weights too, which may be missing, or left with other betas."""
     tables = Tables(steps, tensors, grads, segments, program_segments, hyper)
     passes.weigh_sums(tables, sums, n_segments)
     tl.debug_barrier()
@@ -134,7 +134,7 @@ def store_last(last, tables, sums, n_segments):
 
 @triton.jit
 def stored_in_slot(slots, exp_avg_sq_mean, grad_factor):
-    """Returns this program's slot, when all of its threads can read there what they will need."""
+    """Stores both numbers in this program's slot, and returns it when all threads of the program can read them."""
     slot = slots + tl.program_id(0) * SLOT.columns
     tl.store(slot + SLOT.mean, exp_avg_sq_mean)
     tl.store(slot + SLOT.grad_factor, grad_factor)
@@ -142,20 +142,20 @@ def stored_in_slot(slots, exp_avg_sq_mean, grad_factor):
     return slot
 
 
-# --- How the programs of a grid wait for one another, and how the last one knows that it is the last
+# --- Waiting of a grid's programs for one another, and finding the last one
 
-# A counter counts arrivals: each program arrives once at each meeting, and whoever is last at the last one sets it back
-# to zero for the next launch. In the memory model arrivals release what a program wrote, and who has waited acquires
-# it; the barriers within a program extend both from its first thread to all of its threads.
+# A counter counts arrivals: each program arrives once at each meeting, and the last one at the last meeting resets it
+# to zero for the next launch. In the memory model an arrival releases a program's writes, and a program that has waited
+# acquires them. The barriers within a program extend both from its first thread to all of its threads.
 
 
 @triton.jit
 def wait_for_all(counter, MEETING: tl.constexpr):
-    """The first, second, ... MEETING of a launch. All programs must be resident, which a cooperative launch ensures."""
+    """Waits at a launch's first, second, ... MEETING. All programs must be resident: the launch is cooperative."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
-    # Acquires once, since each acquire empties the caches that the program still works with. As a condition, or the
-    # compiler would leave out a value that nobody uses.
+    # Acquires once, since each acquire empties the caches that the program still works with. It is a condition because
+    # the compiler would leave out an unused value.
     while tl.atomic_add(counter, 0, sem="relaxed", scope="gpu") < MEETING * tl.num_programs(0):
         pass
     while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < MEETING * tl.num_programs(0):
@@ -165,7 +165,7 @@ def wait_for_all(counter, MEETING: tl.constexpr):
 
 @triton.jit
 def is_last(counter, MEETING: tl.constexpr):
-    """Whether all others have arrived at this MEETING, the last one of the launch. Waits for nobody."""
+    """Returns whether all others have arrived at this MEETING, the launch's last one. Does not wait for them."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == MEETING * tl.num_programs(0) - 1
     tl.debug_barrier()

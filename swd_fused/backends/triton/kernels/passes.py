@@ -1,4 +1,4 @@
-"""Both passes, each over one program's segments, and the sums of what the programs found."""
+"""Both passes, each over one program's segments, and the sums over all programs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from swd_fused.backends.triton.kernels.tables import (
     segments_of_program,
 )
 
-# Rows of a table that are added at once.
+# How many rows of a table are added at once.
 ROWS = tl.constexpr(128)
 
-# How many times so many at the end of a lagged step.
+# How many times ROWS are loaded at once at the end of a lagged step.
 BLOCKS_OF_ROWS = tl.constexpr(4)
 
 
-# What follows from steps and hyper-parameters is found by one thread for each segment. If all threads did so whenever
-# they come to a segment, small tensors would take longest for that: it is in float64, which has a 32nd of float32's
-# rate on a T4, and a 64th on an RTX 4090.
+# One thread for each segment computes the numbers that follow from steps and hyper-parameters. If all threads did so
+# for each segment, it would take most of the time of small tensors: these numbers are in float64, which has a 32nd of
+# float32's rate on a T4, and a 64th on an RTX 4090.
 
 
 @triton.jit
 def prepare_sums(tables, sums):
-    """Leaves in `sums` what pass 1 asks for of this program's segments."""
+    """Stores in `sums` the columns that pass 1 reads for this program's segments."""
     first, end = segments_of_program(tables)
     for begin in range(first, end, ROWS):
         index = begin + tl.arange(0, ROWS)
@@ -49,8 +49,8 @@ def prepare_sums(tables, sums):
 
 @triton.jit
 def prepare_update(tables, sums, exp_avg_sq_mean, SUM_GRADS: tl.constexpr):
-    """Leaves in `sums` what pass 2 asks for of this program's segments, and with SUM_GRADS, in lagged steps, the
-    weights of the sums that it will leave."""
+    """Stores in `sums` the columns that pass 2 reads for this program's segments, and with SUM_GRADS, in lagged steps,
+    the weights of the sums that it will leave."""
     first, end = segments_of_program(tables)
     for begin in range(first, end, ROWS):
         index = begin + tl.arange(0, ROWS)
@@ -70,7 +70,7 @@ def prepare_update(tables, sums, exp_avg_sq_mean, SUM_GRADS: tl.constexpr):
 
 @triton.jit
 def scalars_at(tables, index, mask):
-    """Of several segments at once the step that is being taken, and pointers to hyper-parameters and gradients."""
+    """Returns for several segments the number of this step, and pointers to hyper-parameters and gradients."""
     tensor = tl.load(tables.segments + index * SEGMENT.columns + SEGMENT.tensor, mask=mask, other=0)
     group = tl.load(tables.tensors + tensor * TENSOR.columns + TENSOR.group)
     return tl.load(tables.steps + tensor) + 1, tables.hyper + group * HYPER.columns, tables.grads + tensor
@@ -78,7 +78,7 @@ def scalars_at(tables, index, mask):
 
 @triton.jit
 def gradient_sums(tables, sums, slots, CONFIG: tl.constexpr):
-    """Pass 1, into this program's slot: the sum of v^ after this step is carried + clip^2 fresh."""
+    """Runs pass 1, into this program's slot. The sum of v^ after this step is carried + grad_factor^2 fresh."""
     prepare_sums(tables, sums)
     grad_sum = tl.zeros([], tl.float64)
     carried = tl.zeros([], tl.float64)
@@ -101,7 +101,7 @@ def gradient_sums(tables, sums, slots, CONFIG: tl.constexpr):
 
 @triton.jit
 def max_exp_avg_sq_sum(tables, sums, slots, grad_factor, CONFIG: tl.constexpr):
-    """Pass 1 of amsgrad, whose maxima have no such recursion: the sum of v^ after this step."""
+    """Sums v^ after this step for amsgrad, by reading all moments: its maxima have no recursion for their sum."""
     prepare_sums(tables, sums)
     total = tl.zeros([], tl.float64)
     first, end = segments_of_program(tables)
@@ -117,9 +117,9 @@ def max_exp_avg_sq_sum(tables, sums, slots, grad_factor, CONFIG: tl.constexpr):
 def update(
     tables, sums, slots, limits, exp_avg_sq_mean, grad_factor, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
-    """Pass 2, with pointers to the mean and to what gradients are multiplied by. Leaves the `sums` of the next step.
+    """Runs pass 2, given pointers to the mean and to the gradients' factor. Leaves the `sums` for the next step.
 
-    The mean and the factor come through memory, or they would take registers from every block in between.
+    The mean and the factor are read from memory, since as arguments they would take registers during every block.
     """
     prepare_update(tables, sums, tl.load(exp_avg_sq_mean), SUM_GRADS)
     first, end = segments_of_program(tables)
@@ -133,7 +133,7 @@ def update(
             total, squares = segments.update_segment(
                 segment, row, step, tl.load(grad_factor), limits, CONFIG, SUM_GRADS
             )
-            # Read once more, or it would take registers from every block in between.
+            # Read again, since the first one would take registers during every block in between.
             updated = segment_at(tables, index)
             tl.store(row + SUM.total, total)
             tl.store(row + SUM.step, tl.load(tables.steps + updated.tensor) + 1)
@@ -145,7 +145,7 @@ def update(
 
 @triton.jit
 def stored_sums(tables, sums, CONFIG: tl.constexpr):
-    """Finds what `update` leaves in `sums` from the second moments as they are stored, where `sums` is out of date."""
+    """Computes rows of `sums` that are out of date from stored second moments, as `update` leaves them."""
     first, end = segments_of_program(tables)
     for index in range(first, end):
         segment = segment_at(tables, index)
@@ -158,7 +158,7 @@ def stored_sums(tables, sums, CONFIG: tl.constexpr):
 
 @triton.jit
 def total_of(slots, COLUMN: tl.constexpr):
-    """Over all programs, in the same order whichever program asks."""
+    """Returns a column's sum over all programs, added in the same order by every program."""
     lanes = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float64)
     for begin in range(0, tl.num_programs(0), ROWS):
@@ -169,7 +169,7 @@ def total_of(slots, COLUMN: tl.constexpr):
 
 @triton.jit
 def weigh_sums(tables, sums, n_segments):
-    """Finds what a lagged step leaves in `sums` as weights, also of segments whose tensors have no gradient in it."""
+    """Computes the weights that a lagged step leaves in `sums`, also for tensors without a gradient."""
     lanes = tl.arange(0, ROWS)
     for begin in range(0, n_segments, ROWS):
         mask = begin + lanes < n_segments
@@ -185,10 +185,10 @@ def weigh_sums(tables, sums, n_segments):
 
 @triton.jit
 def last_exp_avg_sq_sum(tables, sums, n_segments):
-    """The sum of v^ as the step before left it, and its count, over tensors that have taken a step.
+    """Returns the sum of v^ as the step before left it, and its count, over tensors that have taken a step.
 
-    One program adds all segments when the others have gone: so no load waits for another, and several are on their way.
-    Not as longer blocks, whose layout among threads, and by that the order of additions, would depend on the kernel.
+    One program adds all segments after the others have finished, so no load waits for another, and several are in
+    flight. Longer blocks would make their layout among threads, and so the order of additions, depend on the kernel.
     """
     lanes = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float64)

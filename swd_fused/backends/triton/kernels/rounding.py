@@ -1,7 +1,7 @@
-"""How float32 weights become bfloat16: rounded stochastically, or with the rest in two more bytes.
+"""Conversion of float32 weights to bfloat16: by stochastic rounding, or with a remainder in two more bytes.
 
-The bits of stochastic rounding come from a hash of seed, tensor, step and element number. Masters in two bytes are what
-float32 masters are beside bfloat16 parameters, see csrc/masters.h.
+The bits of stochastic rounding come from a hash of seed, tensor, step and element number. csrc/masters.h explains the
+remainders, which complete bfloat16 parameters to float32 masters.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from swd_fused.backends.triton.kernels.tables import TENSOR
 
-# More than a segment has elements: rows that are longer end behind it all the same.
+# More than a segment has elements: longer rows count as this long, since they end after the segment in any case.
 LONG_ROW = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def scrambled(x):
-    """The finaliser of MurmurHash3 on uint32 numbers."""
+    """Applies the finaliser of MurmurHash3 to uint32 numbers."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -25,20 +25,20 @@ def scrambled(x):
 
 @triton.jit
 def rounding_key(rounding_start, segment, step):
-    """The tensor's key in this step."""
+    """Returns the tensor's key in this step."""
     key = scrambled(rounding_start.to(tl.uint32) + tl.load(segment.row + TENSOR.number).to(tl.uint32))
     return scrambled(key + step.to(tl.uint32))
 
 
 @triton.jit
 def moment_key(rounding_start, segment, step):
-    """Another one, by which moments in 8 bits are rounded."""
+    """Returns the tensor's key in this step for rounding moments in 8 bits."""
     return scrambled(rounding_key(rounding_start, segment, step) + 1)
 
 
 @triton.jit
 def segment_rounding(rounding_start, segment, step):
-    """For a segment: the tensor's key in this step, and what numbers its elements (see `element_numbers`)."""
+    """Returns the tensor's key in this step, and the arguments of `element_numbers` for a segment."""
     key = rounding_key(rounding_start, segment, step)
     length, pitch = tl.load(segment.row + TENSOR.row_length), tl.load(segment.row + TENSOR.row_pitch)
     row, column = segment.start // length, segment.start % length
@@ -49,14 +49,14 @@ def segment_rounding(rounding_start, segment, step):
 
 @triton.jit
 def element_numbers(first, left_in_row, row_length, gap, offsets):
-    """In 64 bits, `gap` more from one row to the next. Divides in 32 bits, which is much faster."""
+    """Returns 64-bit numbers of elements, which skip `gap` between rows. Divides in 32 bits, which is much faster."""
     rows = tl.where(offsets < left_in_row, 0, 1 + (offsets - left_in_row) // row_length)
     return first + offsets + rows * gap
 
 
 @triton.jit
 def stochastically_rounded(values, rounding, offsets):
-    """As float32 values that bfloat16 can hold: what is cut off is how likely it is to round up."""
+    """Rounds to float32 values that bfloat16 can hold. The bits cut off are the probability of rounding up."""
     key, first, left_in_row, row_length, gap = rounding
     numbers = element_numbers(first, left_in_row, row_length, gap, offsets)
     values = values.to(tl.float32)
@@ -67,8 +67,8 @@ def stochastically_rounded(values, rounding, offsets):
 
 @triton.jit
 def stochastically_rounded_in_blocks(values, rounding, offset, inside):
-    """The same for a tile of blocks, given their offsets and each element's place in its block. A block is within a
-    row, so that numbers follow from its first one; its higher 32 bits may change once."""
+    """Rounds a tile of blocks likewise, given their offsets and each element's place in its block. A block is within a
+    row, so all numbers follow from its first one; the higher 32 bits may change once."""
     key, first, left_in_row, row_length, gap = rounding
     number = element_numbers(first, left_in_row, row_length, gap, offset)
     low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
@@ -91,8 +91,8 @@ def rounded_by(values, noise):
 
 @triton.jit
 def joined_master(param, remainder):
-    """The master in float32, from the bits of the parameter and the remainder, both as int32. A remainder that would
-    make NaN of the parameter, since somebody has written to that, counts as 0."""
+    """Returns the master in float32, from the bits of the parameter and the remainder, both as int32. A remainder that
+    gives NaN counts as 0: the parameter was written to from outside."""
     bits = param << 16
     master = (bits + remainder).to(tl.float32, bitcast=True)
     return tl.where(master != master, bits.to(tl.float32, bitcast=True), master)
@@ -100,8 +100,8 @@ def joined_master(param, remainder):
 
 @triton.jit
 def split_master(master):
-    """The parameter, as a float32 number that bfloat16 can hold, and the remainder. NaN has none, or rounding up might
-    give -0."""
+    """Returns the parameter, as a float32 number that bfloat16 can hold, and the remainder. All NaNs become one, since
+    some would round up to -0."""
     master = master.to(tl.float32)
     bits = master.to(tl.int32, bitcast=True)
     bits = tl.where(master != master, 0x7FC00000, bits)

@@ -1,4 +1,4 @@
-"""The scalars of a step, in float64 on the device."""
+"""Functions for the scalars of a step, in float64 on the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swd_fused.backends.triton.kernels.tables import HYPER
 
 @triton.jit
 def bias_correction(beta, step, longest, corrects_bias):
-    """1 - beta^step, where no step is above `longest`, a scalar; or 1.
+    """Returns 1 - beta^step, or 1 if bias is not corrected. No step is above `longest`, a scalar.
 
-    By repeated squaring, of what is wanted and not of beta: 1 - ab is (1 - a) + (1 - b) a, which cancels nothing. With
-    the same bits on every device, and no library call.
+    Repeated squaring keeps 1 - beta^n instead of beta^n: 1 - ab is (1 - a) + (1 - b) a, so no digits cancel. The bits
+    are the same on every device, and no library is called.
     """
     power, result = 1 - beta, beta * 0
     exponent, largest = step.to(tl.int32), longest.to(tl.int32)
@@ -27,17 +27,17 @@ def bias_correction(beta, step, longest, corrects_bias):
 
 @triton.jit
 def mean_of_sums(carried, fresh, grad_factor, numel):
-    """exp_avg_sq_mean: the mean of v^ over `numel` elements, from the sums between the passes.
+    """Returns exp_avg_sq_mean, the mean of v^ over `numel` elements, from the sums between the passes.
 
-    They are what v^ has of the steps before, and what it gets from this step's gradients before they are multiplied by
-    `grad_factor`.
+    `carried` is the part of v^ from earlier steps, and `fresh` the part from this step's gradients, before these are
+    multiplied by `grad_factor`.
     """
     return (carried + grad_factor * grad_factor * fresh) / tl.maximum(numel, 1.0)
 
 
 @triton.jit
 def decay_factor(exp_avg_sq_mean, row):
-    """What weights are multiplied by. A mean of zero decays nothing; nor does NaN, which would spread."""
+    """Returns the factor of weights. A mean of zero decays nothing; nor does NaN, which would spread."""
     lr, weight_decay, eps = tl.load(row + HYPER.decay_lr), tl.load(row + HYPER.weight_decay), tl.load(row + HYPER.eps)
     shrink = lr * weight_decay / (tl.sqrt(exp_avg_sq_mean) + eps)
     scheduled = tl.where(exp_avg_sq_mean > 0, tl.minimum(shrink, tl.load(row + HYPER.max_decay)), 0.0)
@@ -46,7 +46,7 @@ def decay_factor(exp_avg_sq_mean, row):
 
 @triton.jit
 def ema_weight(step, row):
-    """Of the new weight in its average: 1 - ema_decay, or more in the first steps."""
+    """Returns the share of the new weight in its average: 1 - ema_decay, or with warm-up more in the first steps."""
     ema_decay, step = tl.load(row + HYPER.ema_decay), step.to(tl.float64)
     warm = tl.minimum(ema_decay, (1 + step) / (10 + step))
     return 1 - tl.where(tl.load(row + HYPER.ema_warmup) != 0, warm, ema_decay)
@@ -54,6 +54,6 @@ def ema_weight(step, row):
 
 @triton.jit
 def clip_factor(grad_norm, max_grad_norm):
-    """As torch.nn.utils.clip_grad_norm_ has it, its 1e-6 included. Of a NaN norm NaN, if anything is clipped."""
+    """Returns the factor of torch.nn.utils.clip_grad_norm_, its 1e-6 included. If it clips at all, NaN gives NaN."""
     factor = max_grad_norm / (grad_norm + 1e-6)
     return tl.where((factor > 1) | (max_grad_norm == float("inf")), 1.0, factor)

@@ -1,7 +1,7 @@
-"""What each pass does with one segment, a stretch of one tensor.
+"""The passes over one segment, a stretch of one tensor.
 
-A segment is walked in blocks: whole ones where the tensor is aligned, and shorter ones behind these, element by
-element. Where moments are kept in 8 bits it is walked in tiles of blocks of codes, in vectors or element by element.
+A segment is walked in blocks: whole ones if the tensor is aligned, then shorter ones, element by element. If moments
+are kept in 8 bits it is walked in tiles of blocks of codes, in vectors or element by element.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from swd_fused.backends.triton.kernels.tables import (
     store,
 )
 
-# Gradients that pass 1 has on their way at once, in blocks: with one block for each program a B200 would wait for its
-# memory, since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
+# How many blocks of gradients pass 1 loads at once. With one block for each program a B200 would wait for its memory,
+# since 8 TB/s at a latency of 800 ns are 43 KB for each multiprocessor.
 PASS1_BLOCKS = tl.constexpr(8)
 
 
-# Squares of float32 numbers leave its range where gradients are below 1e-19 or above 1e19, so where that may have lost
-# something they are summed again, scaled by a power of two: in wide loads that do not wait for one another, and in
-# float32, since float64 has a 64th of the rate on many GPUs. Sums are of up to 2^18 squares.
-# - What is above LEAST_FLOAT_SUM has lost at most 2^18 * 2^-126 of it, no more than float32's resolution.
-# - What is below it is below 2^-79 in truth, too, so of squares that are 2^200 times as large no sum exceeds 2^121. The
+# Squares leave float32's range if gradients are below 1e-19 or above 1e19. If a sum may have lost some of them, it is
+# computed again from gradients scaled by a power of two: in wide loads that do not wait for one another, and in
+# float32, since float64 has a 64th of the rate on many GPUs. A sum has up to 2^18 squares.
+# - A sum above LEAST_FLOAT_SUM has lost at most 2^18 * 2^-126, no more than float32's resolution.
+# - A sum below it is in truth below 2^-79, so the sum of squares that are 2^200 times as large is below 2^121. The
 #   least number, 2^-149, then has the square 2^-98, so nothing is lost: if the sum is 0, all gradients are.
-# - What is infinite is above 2^127 in truth, 2^-73 if scaled down, of which 2^18 * 2^-126 may be lost; squares are then
-#   below 2^56, so that only infinite gradients have an infinite sum. NaN remains NaN.
+# - An infinite sum is in truth above 2^127, or 2^-73 if scaled down, of which 2^18 * 2^-126 may be lost. Squares are
+#   then below 2^56, so only infinite gradients have an infinite sum. NaN remains NaN.
 LEAST_FLOAT_SUM = tl.constexpr(2.0**-80)
 SCALE_UP, SCALE_DOWN = tl.constexpr(2.0**100), tl.constexpr(2.0**-100)
 
 
 @triton.jit
 def whole_blocks(segment, ELEMENTS: tl.constexpr):
-    """How many elements from the first one on may be taken in whole, aligned blocks."""
+    """Returns how many elements from the first one on can be taken in whole, aligned blocks."""
     return tl.where(is_aligned(segment), segment.count // ELEMENTS * ELEMENTS, 0)
 
 
 @triton.jit
 def whole_and_rest(segment, CONFIG: tl.constexpr):
-    """How many elements are taken in whole blocks, and in shorter ones behind these."""
+    """Returns how many elements are taken in whole blocks, and how many in the shorter ones after these."""
     whole = whole_blocks(segment, CONFIG.block)
     return whole, (segment.count - whole + CONFIG.tail - 1) // CONFIG.tail * CONFIG.tail
 
@@ -80,7 +80,7 @@ def sum_of_squares(segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def kept_squares(squares, segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
-    """The sum of grad^2 over a segment, from what it is in COMPUTE. Of float16 numbers no square is lost."""
+    """Returns the sum of grad^2 over a segment, from its sum in COMPUTE. No square of a float16 number is lost."""
     if COMPUTE != tl.float64 and GRAD != tl.float16:  # noqa: SIM300 (these are types)
         if (squares < LEAST_FLOAT_SUM) | (squares - squares != 0):
             WIDE: tl.constexpr = COMPUTE if GRAD.primitive_bitwidth <= 32 else tl.float64
@@ -93,7 +93,7 @@ def kept_squares(squares, segment, GRAD: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def sum_of_scaled_squares(segment, scale, GRAD: tl.constexpr, COMPUTE: tl.constexpr, SCALED: tl.constexpr):
-    """The sum of (scale * grad)^2. What is not SCALED need not be multiplied."""
+    """Returns the sum of (scale * grad)^2. Unless SCALED, the scale is 1 and not multiplied."""
     BLOCK: tl.constexpr = THREADS * 128 // max(GRAD.primitive_bitwidth, 32)
     PACKED: tl.constexpr = 32 // min(GRAD.primitive_bitwidth, 32)
     grad = elements(segment.grad, 0, segment.start, GRAD)
@@ -128,7 +128,7 @@ def square(x, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def sum_of_stored(segment, CONFIG: tl.constexpr):
-    """In the order in which `update_segment` adds, so the result has the same bits."""
+    """Returns the sum of stored second moments, in the order of `update_segment`, so the bits are the same."""
     if CONFIG.coded and has_codes(segment):
         if is_in_vectors(segment):
             total = sum_of_tiles(segment, CONFIG, LANES * CONFIG.vector, CONFIG.vector, BLOCKS_IN_FLIGHT)
@@ -177,7 +177,7 @@ def sum_of_tiles(segment, CONFIG: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.
 
 @triton.jit
 def sum_of_next_max(segment, grad_factor, CONFIG: tl.constexpr):
-    """The sum of max_exp_avg_sq as this step will leave it."""
+    """Returns the sum of max_exp_avg_sq as this step will leave it."""
     COMPUTE: tl.constexpr = CONFIG.compute
     beta2 = tl.load(segment.hyper_row + HYPER.beta2)
     scalars = grad_factor.to(COMPUTE), beta2.to(COMPUTE), (1 - beta2).to(COMPUTE)
@@ -237,7 +237,7 @@ def segment_scalars(segment, sums_row, step, grad_factor, CONFIG: tl.constexpr):
     decay_factor = tl.load(sums_row + SUM.decay_factor).to(CONFIG.compute)
     return Scalars(
         (tl.load(row + HYPER.sign) * grad_factor).to(CONFIG.compute),
-        # Compilers leave out what is multiplied by a constant 0.
+        # Compilers leave out a product with the constant 0.
         tl.load(row + HYPER.l2).to(CONFIG.compute) if CONFIG.adds_l2 else tl.full([], 0.0, CONFIG.compute),
         tl.load(sums_row + SUM.inv_sqrt_bias_correction2).to(CONFIG.compute),
         tl.load(row + HYPER.eps).to(CONFIG.compute),
@@ -247,7 +247,7 @@ def segment_scalars(segment, sums_row, step, grad_factor, CONFIG: tl.constexpr):
         tl.where(beta1 <= 0.5, -beta1, 1 - beta1).to(CONFIG.compute),
         beta2.to(CONFIG.compute),
         (1 - beta2).to(CONFIG.compute),
-        # Nobody asks for it unless some group is cautious.
+        # Read only if some group is cautious.
         tl.where(tl.load(row + HYPER.cautious) != 0, 1.0, decay_factor) if CONFIG.cautious else 0,
         ema_weight(step, row).to(CONFIG.compute) if CONFIG.averages else 0,
     )
@@ -257,7 +257,7 @@ def segment_scalars(segment, sums_row, step, grad_factor, CONFIG: tl.constexpr):
 def update_segment(
     segment, sums_row, step, grad_factor, limits, CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr
 ):  # fmt: skip
-    """Returns the sum of the second moments that it leaves, and with SUM_GRADS that of grad^2, for `kept_squares`."""
+    """Updates a segment. Returns the sum of its second moments, and with SUM_GRADS, for `kept_squares`, of grad^2."""
     rounding_start = tl.load(limits + LIMIT.rounding_start)
     scalars = segment_scalars(segment, sums_row, step, grad_factor, CONFIG)
     rounding = segment_rounding(rounding_start, segment, step) if CONFIG.stochastic else 0
@@ -292,7 +292,7 @@ def update_blocks(
     operands, end, length, count, rounding, scalars,
     CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Goes backwards from `end`. All blocks are whole unless there is a `count` of elements."""
+    """Updates blocks, backwards from `end`. All blocks are whole if `count`, the number of elements, is None."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], CONFIG.compute)
     grad_total = tl.zeros([BLOCK], CONFIG.compute)
@@ -334,10 +334,10 @@ def update_tile(
     operands, tile, blocks, scales, key, rounding, scalars,
     CONFIG: tl.constexpr, SUM_GRADS: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the second moments whose mean is the schedule, as they are stored, and grad^2.
+    """Updates a tile. Returns the second moments that enter the schedule's mean, as they are stored, and grad^2.
 
-    Where moments are CODED, the former is a sum for each block, and the latter is added within threads, at once, or
-    gradients would take registers to the end.
+    If moments are CODED, the former are summed for each block. The latter are summed within threads at once, since
+    gradients would otherwise take registers to the end.
     """
     g = load(operands.grad, tile, CONFIG.compute, VECTOR)
     if CONFIG.weight == tl.int16:

@@ -1,4 +1,4 @@
-"""What the kernels are told about tensors, segments, groups and programs, and how they reach elements by it."""
+"""The tables that tell kernels about tensors, segments, groups and programs, and the functions that load elements."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
 
 
 class Columns(tl.constexpr):
-    """The columns of a table by name, and `columns`, the number of them.
+    """Holds the columns of a table by name, and `columns`, their number.
 
-    A constant, since those are in the key of Triton's cache: constants of another module that a kernel reads through
-    the module's name are not. The compiler looks for names in a constant's value, the interpreter in the constant.
+    It is a tl.constexpr, since the key of Triton's cache includes these, but not other constants that a kernel reads
+    through a module's name. The compiler looks for names in a constant's value, the interpreter in the constant.
     """
 
     def __init__(self, *names: str) -> None:
@@ -24,70 +24,70 @@ class Columns(tl.constexpr):
         self.__dict__.update(self.value._asdict())
 
 
-# Of `tensors` (int64): the addresses of the parameter, its state and the scales of 8-bit moments; whether all operands
-# but the gradient are aligned; the parameter group, the tensor's number among all, and how its elements are numbered
-# (see state.rounding.ElementNumbers.rows). Of moments in 8 bits: the elements and the blocks of a row, 0 blocks if the
-# tensor has no codes; and how its blocks are numbered (see eight_bit.BlockNumbers).
+# Columns of `tensors` (int64): the addresses of the parameter, its state and the scales of 8-bit moments; whether all
+# operands but the gradient are aligned; the parameter group, the tensor's number among all, and how its elements are
+# numbered (see state.rounding.ElementNumbers.rows). For 8-bit moments: the elements and the blocks of a row, 0 blocks
+# if the tensor has no codes; and how its blocks are numbered (see state.eight_bit.BlockNumbers).
 OPERANDS = ("param", *(name.removesuffix("s") for name in PARAM_COLUMNS), *SCALE_COLUMNS)
 NUMBERS = ("group", "number", "first_number", "row_length", "row_pitch")
 CODES = ("code_row_length", "blocks_per_row", "first_block", "block_pitch")
 TENSOR = Columns(*OPERANDS, "aligned", *NUMBERS, *CODES)
 
-# In `grads` (int64), the addresses of the gradients, which change from step to step: there is none.
+# In `grads` (int64), the addresses of the gradients, which change from step to step, this marks a missing gradient.
 NO_GRAD = tl.constexpr(bucket.NO_GRAD)
 
-# Of `segments` (int64).
+# Columns of `segments` (int64).
 SEGMENT = Columns("tensor", "start", "length")
 
-# Of `hyper` (float64).
+# Columns of `hyper` (float64).
 HYPER = Columns(*HyperRow._fields)
 
-# Of `slots` (float64), a row for each program: what it adds to the sums between the passes, and what it makes of the
-# totals.
+# Columns of `slots` (float64), a row for each program: its share of the sums between the passes, and the mean and the
+# factor that it computes from the totals.
 SLOT = Columns("grad_sum", "carried", "fresh", "max_sum", "mean", "grad_factor")
 
 PREPARED = ("bias_correction2", "carried", "inv_sqrt_bias_correction2", "step_size", "decay_factor")
 
-# Of `sums` (float64), a row for each segment: the sum of its second moments, and how many steps its tensor had taken
-# when they were summed. If it has taken more since, somebody else has stepped the tensor. In lagged steps also what
-# makes v^ of the sum, 0 before the first step, so that the last program has nothing to look up when it adds all rows.
-# Then what a pass asks for of its segments before it goes through them, see `passes.prepare_sums`.
+# Columns of `sums` (float64), a row for each segment: the sum of its second moments, and its tensor's step count when
+# they were summed. If the tensor has another one now, the sum is out of date. In lagged steps `weight` turns the sum
+# into that of v^, 0 before the first step, so that the last program adds all rows without looking anything up. The
+# others are prepared for a pass before it walks its segments, see `passes.prepare_sums`.
 SUM = Columns("total", "step", "weight", *PREPARED)
 
-# Of `limits` (float64): the number of elements, at least 1; max_grad_norm, infinite if nothing is clipped; whether
-# steps with a norm that is not finite are skipped, 1 or 0; what the keys of stochastic rounding start from.
+# Columns of `limits` (float64): the number of elements, at least 1; max_grad_norm, infinite if nothing is clipped; 1 if
+# steps with a norm that is not finite are skipped, else 0; the start of the keys of stochastic rounding.
 LIMIT = Columns("numel", "max_grad_norm", "skip_nonfinite", "rounding_start")
 
-# Of `last` (float64): the sum of v^ as the step before left it, and the number of its elements.
+# Columns of `last` (float64): the sum of v^ as the step before left it, and the number of its elements.
 LAST = Columns("total", "numel")
 
-# Of `results` (float64).
+# Columns of `results` (float64).
 RESULT = Columns("exp_avg_sq_mean", "grad_norm", "skipped")
 
 
 # --- From tables to elements
 
-# Of a program. Blocks are so long that each has 128 bits of the widest operand.
+# The threads of a program. In a block each of them has 128 bits or more of the widest operand.
 THREADS = tl.constexpr(128)
 
-# Of the widest access, in bytes.
+# The size of the widest access, in bytes.
 ALIGNMENT = tl.constexpr(16)
 
-# Pointers to what each pass reads about tensors and programs.
+# Pointers to the tables that each pass reads.
 Tables = namedtuple("Tables", "steps tensors grads segments program_segments hyper")
 
 # A stretch of a tensor: the tensor's index, pointers to its rows in the tables and to the address of its gradient, its
 # first element and their number.
 Segment = namedtuple("Segment", "tensor row grad hyper_row start count")
 
-# Pointers to a segment's first elements. `weight` is what is updated: masters, what these are beside bfloat16
-# parameters, or parameters themselves.
+# Pointers to a segment's first elements. `weight` points to masters, to the remainders of bfloat16 parameters' masters,
+# or to the parameters if there are no masters.
 Operands = namedtuple("Operands", "param weight exp_avg exp_avg_sq max_exp_avg_sq ema_param grad")
 
 
 @triton.jit
 def segments_of_program(tables):
-    """The first one, and the end of them."""
+    """Returns the program's first segment, and the end of its segments."""
     first = tables.program_segments + tl.program_id(0)
     return tl.load(first), tl.load(first + 1)
 
@@ -104,13 +104,13 @@ def segment_at(tables, index):
 
 @triton.jit
 def has_grad(segment):
-    """Whether the tensor takes part in the step."""
+    """Returns whether the tensor has a gradient, and so takes part in the step."""
     return tl.load(segment.grad) != NO_GRAD
 
 
 @triton.jit
 def is_aligned(segment):
-    """Whether all operands are. A gradient that is not there counts as aligned, as gradients mostly are."""
+    """Returns whether all operands are aligned. A missing gradient counts as aligned, as gradients mostly are."""
     return (tl.load(segment.row + TENSOR.aligned) != 0) & (tl.load(segment.grad) % ALIGNMENT == 0)
 
 
@@ -123,7 +123,7 @@ def elements(row, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr):
 def operands_of(segment, CONFIG: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr):
     row, start = segment.row, segment.start
     param = elements(row, TENSOR.param, start, CONFIG.param)
-    AVERAGE: tl.constexpr = tl.float64 if CONFIG.param == tl.float64 else tl.float32  # state.averages.average_dtype
+    AVERAGE: tl.constexpr = tl.float64 if CONFIG.param == tl.float64 else tl.float32  # as in state/weights.py
     return Operands(
         param,
         elements(row, TENSOR.master, start, CONFIG.weight) if CONFIG.master else param,
@@ -136,15 +136,15 @@ def operands_of(segment, CONFIG: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ
 
 
 # Elements that are taken at once, counted from the segment's first one. A block has their `offsets`, and a `mask` of
-# those that exist unless all do. A tile of blocks that have codes has the blocks' offsets, and each element's place
+# those that exist unless all do. A tile of blocks with codes has the blocks' offsets, and each element's place
 # `inside` its block; see `eight_bit.tile_at`.
 Tile = namedtuple("Tile", "offsets inside mask block row")
 
 
 @triton.jit
 def pointers(tensor, tile, VECTOR: tl.constexpr):
-    """128-bit accesses need a hint that pointers are aligned, in the very function that adds the offsets: on an address
-    it is lost in the cast, and on the argument of a function when that is inlined."""
+    """Returns pointers with the hint of alignment that 128-bit accesses need. It must be in the function that adds the
+    offsets: on an address it is lost in the cast, and on a function's argument when that is inlined."""
     VECTOR_BYTES: tl.constexpr = tensor.dtype.element_ty.primitive_bitwidth // 8 * VECTOR
     if tile.inside is None:
         result = tl.multiple_of(tensor + tile.offsets, VECTOR_BYTES)
@@ -155,7 +155,7 @@ def pointers(tensor, tile, VECTOR: tl.constexpr):
 
 @triton.jit
 def load(tensor, tile, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    """Elements that do not exist are 0. VECTOR is the number of elements in an access."""
+    """Loads elements in COMPUTE; masked ones are 0. VECTOR is the number of elements in an access."""
     if tile.mask is None:
         values = tl.load(pointers(tensor, tile, VECTOR))
     else:
@@ -170,7 +170,7 @@ def store(tensor, values, tile, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_pairs(words, offsets, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
-    """Two blocks of 16-bit numbers, from aligned 32-bit words: 128 bits for each thread, and for sums of them no more
+    """Loads two blocks of 16-bit numbers from aligned 32-bit words: 128 bits for each thread, while sums take no more
     registers than in float32."""
     pairs = tl.load(tl.multiple_of(words + offsets, 16))
     low, high = pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)
