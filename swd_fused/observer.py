@@ -15,6 +15,7 @@ class Observer:
     """Observes finished steps, and may warn or change groups before the next one."""
 
     needs_small_mean = False  # whether `note` is needed only for steps whose mean is small enough for a warning
+    needs_all_steps = True  # whether Ctrl-C must wait until it was told of a step
     is_due = False  # whether `speak` has something to do
 
     def concerns(self, groups: Groups, options: Any) -> bool:

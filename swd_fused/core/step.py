@@ -119,7 +119,7 @@ class Stepper:
         """Returns the groups as numbers, read anew."""
         self.values = GroupValues(groups, self.options.decay, self.seams.decay)
         self.concerned = [observer for observer in self.seams.observers if observer.concerns(groups, self.options)]
-        counts = (not observer.needs_small_mean for observer in self.concerned)
+        counts = (observer.needs_all_steps for observer in self.concerned)
         self.counts_steps = bool(self.values.followed) or any(counts)
         return self.values
 

@@ -95,7 +95,7 @@ class DecayWarning(Observer):
     errors, and an error must leave parameters and state as they were. From a GPU the mean may arrive even later.
     """
 
-    needs_small_mean = True
+    needs_small_mean, needs_all_steps = True, False
 
     def __init__(self) -> None:
         self.restart((), is_fresh=False)
