@@ -125,6 +125,7 @@ def test_of_both_limits_the_smaller_counts(backend: str) -> None:
     assert optimizer.metrics()["clipped_share"] > optimizer.metrics()["outlier_share"] > 0
 
 
+@pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("skips", [True, False])
 def test_bad_norms_leave_the_averages_alone(backend: str, skips: bool) -> None:
     params = float64_params()
@@ -135,6 +136,7 @@ def test_bad_norms_leave_the_averages_alone(backend: str, skips: bool) -> None:
     assert int(optimizer.skipped_steps) == 2 * skips
 
 
+@pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("mode", ["skip", "clip"])
 def test_unscaled_norms_count_and_steps_skipped_by_the_scaler_do_not(backend: str, mode: Any) -> None:
     params = float64_params()
@@ -188,6 +190,7 @@ def loaded(params: Params, optimizer: FusedAdamS) -> tuple[Params, FusedAdamS]:
 AGAIN = [loaded, lambda *both: copy.deepcopy(both), lambda *both: pickle.loads(pickle.dumps(both))]
 
 
+@pytest.mark.backends(interpreted=False)
 @pytest.mark.parametrize("again", AGAIN, ids=["state dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("half", [12, 50])
 def test_resumed_to_the_bit(backend: str, again: Callable[[Params, FusedAdamS], Any], half: int) -> None:
