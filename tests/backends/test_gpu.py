@@ -29,8 +29,8 @@ MODES = [
 ]
 FURTHER = [
     pytest.param({"outliers": "clip"}, id="outliers"),  # in more than one launch
-    pytest.param({"corrected_decay": True, "cautious_decay": True}, id="corrected"),
-    pytest.param({"decay": "independent", "weight_decay": 0.01}, id="independent"),
+    pytest.param({"corrected_decay": True, "cautious_decay": True, "largest_lr": 0.02}, id="corrected"),
+    pytest.param({"decay": "independent", "weight_decay": 0.01, "largest_lr": 0.02}, id="independent"),
 ]
 
 
