@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from swd_fused import backends, metrics
-from swd_fused.core import schedule
-from swd_fused.core.schedule import StepScalars
+from swd_fused import backends
 from swd_fused.core.step import Stepper
-from swd_fused.decay.kinds import Decay
-from swd_fused.distributed.sharding import ShardedOver
 from swd_fused.metrics import ClippedSteps
-from swd_fused.options import GROUP_DEFAULTS, Options, refuse_unsupported
+from swd_fused.options import Options
 from swd_fused.state.load import (
     Initializer,
     check_state_dict,
@@ -70,10 +65,6 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
 
 # --- Pickles and copies
 
-# Pickles of 0.2 look for `StepScalars` and `ClippedSteps` under these module names.
-sys.modules.setdefault("swd_fused.schedule", schedule)
-sys.modules.setdefault("swd_fused.step.clipped_steps", metrics)
-
 
 def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:
     """Returns the entries that the steps so far add to a pickle.
@@ -85,26 +76,5 @@ def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -
     for key, values in state.items():
         if isinstance(key, Tensor) and isinstance(values.get("step"), Tensor):
             own[key] = {**values, "step": values["step"].clone()}
-    return {
-        "state": own,
-        "options": stepper.options,
-        "skipped_steps": stepper.skipped_steps,
-        "_clipped_steps": clipped,
-        "_sharded_over": stepper.sharded_over,
-        "_last": stepper.last,
-    }
-
-
-def unpickled(state: dict[str, Any]) -> tuple[Options, ShardedOver | None, ClippedSteps, Tensor, StepScalars | Tensor]:
-    """Removes from a pickle the entries that `__setstate__` passes to the new stepper, and returns them."""
-    options: Options = state.pop("options")
-    refuse_unsupported(options._asdict())  # a pickle of 0.2 with offload=True, whose state is on another device
-    clipped = state.pop("_clipped_steps", None) or ClippedSteps()
-    return options, state.pop("_sharded_over"), clipped, state.pop("skipped_steps"), state.pop("_last")
-
-
-def add_missing_options(groups: Iterable[dict[str, Any]], decay: Decay) -> None:
-    """Adds defaults to groups of older versions for the options that are new since then."""
-    for group in groups:
-        for name, default in {**GROUP_DEFAULTS, "decay": decay}.items():
-            group.setdefault(name, default)
+    kept = stepper.options, stepper.sharded_over, clipped, stepper.skipped_steps, stepper.last
+    return {"state": own, "_beside_state": kept}

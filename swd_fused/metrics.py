@@ -16,7 +16,7 @@ from swd_fused.core.step import Stepper
 from swd_fused.core.values import Groups
 from swd_fused.decay.kinds import effective_decay
 from swd_fused.devices import graphs
-from swd_fused.devices.transfer import can_be_read, is_fake, scalar_dtype, to_device
+from swd_fused.devices.transfer import is_fake, scalar_dtype, to_device
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import is_distributed, local_tensor, sharding_of
 from swd_fused.observer import Observer
@@ -92,23 +92,17 @@ class ClippedSteps(Observer):
         if step.is_continued:
             return
         results, max_grad_norm = step.results, step.gate.max_grad_norm or math.inf
-        if type(results) is Tensor and results.is_cpu:
+        if results.is_cpu and type(results) is Tensor:
             _, norm, skip = results.tolist()
-        elif is_fake(results[1]):
-            return
-        elif can_be_read(results[1]):
-            norm, skip = float(results[1]), step.skip is not None and bool(step.skip)
-        else:
-            clips = results[1] > max_grad_norm
-            is_taken = torch.ones_like(clips) if step.skip is None else step.skip == 0
+            if not skip:
+                self._clipped += norm > max_grad_norm
+                self._all += 1
+        elif not is_fake(results):
+            is_taken = results[2] == 0
             if self._on_device is None:
-                self._on_device = torch.zeros(2, dtype=torch.int64, device=clips.device)
-            self._on_device = to_device(self._on_device, clips.device)
-            self._on_device.add_(torch.stack([clips & is_taken, is_taken]))
-            return
-        if not skip:
-            self._clipped += norm > max_grad_norm
-            self._all += 1
+                self._on_device = torch.zeros(2, dtype=torch.int64, device=results.device)
+            self._on_device = to_device(self._on_device, results.device)
+            self._on_device.add_(torch.stack([is_taken & (results[1] > max_grad_norm), is_taken]))
 
     def refuse_capture(self, step: Step) -> None:
         device = step.ranks.device

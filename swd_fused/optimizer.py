@@ -334,11 +334,10 @@ class FusedAdamS(Optimizer):
         state = state.copy()
         last = None
         if "_stepper" not in self.__dict__:
-            options, sharded_over, clipped, skipped_steps, last = checkpoints.unpickled(state)
+            options, sharded_over, clipped, skipped_steps, last = state.pop("_beside_state")
             self._new_stepper(options, sharded_over, clipped)
             self._stepper.skipped_steps = skipped_steps
         super().__setstate__(state)
-        checkpoints.add_missing_options((self.defaults, *self.param_groups), self.options.decay)
         # Accelerate loads a new optimizer's own, empty state into it: training still begins there.
         self._stepper.restart(last, (self.defaults, *self.param_groups), is_fresh=not self.state)
         if self._gradient_release is not None:

@@ -92,10 +92,7 @@ class GroupOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options that hold for the whole optimizer. A changed value makes a new object, by which snapshots notice it.
-
-    Pickles have the options by position, so new ones come last.
-    """
+    """The options that hold for the whole optimizer. A changed value makes a new object, which snapshots notice."""
 
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
     master_weights: Annotated[bool, FLAG] = False
@@ -106,8 +103,6 @@ class Options(NamedTuple):
     schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "exact"
     total_numel: Annotated[int | None, TOTAL_NUMEL.or_none()] = None
     backend: Annotated[BackendName, one_of(*get_args(BackendName))] = "auto"
-    # Removed in 0.3, and always False: it keeps its position for pickles of 0.2.
-    offload: Annotated[bool, FLAG] = False
     outliers: Annotated[Outliers, one_of("skip", "clip", None)] = None
     outlier_sigma: Annotated[float, OUTLIER_SIGMA] = 6.0
 
@@ -251,8 +246,7 @@ def asked_options(arguments: Mapping[str, Any]) -> Options:
             check.require(name, value)
     refuse_unsupported(arguments["compatibility"])
     decay: Decay = arguments["decay"] if arguments.get("adam_w_mode", True) else "l2"
-    names = set(Options._fields) - {"offload"}  # `refuse_unsupported` refuses it
-    return checked(Options(**{name: arguments[name] for name in names})._replace(decay=decay))
+    return checked(Options(**{name: arguments[name] for name in Options._fields})._replace(decay=decay))
 
 
 def checked(options: Options) -> Options:

@@ -31,14 +31,6 @@ class Sums(NamedTuple):
         return (self.carried + fresh) / (self.numel.clamp(min=1) if total_numel is None else total_numel)
 
 
-class StepScalars(NamedTuple):
-    """Holds the results of a step as zero-dimensional tensors."""
-
-    exp_avg_sq_mean: Tensor
-    grad_norm: Tensor  # before clipping
-    skip: Tensor | None  # 1 if the step has changed nothing, else 0
-
-
 class Gate(NamedTuple):
     """Decides how gradients are scaled and whether the step is taken at all.
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from swd_fused.core.bucket import Bucket
 from swd_fused.core.interrupts import DeferredInterrupts
-from swd_fused.core.schedule import Gate, StepScalars
+from swd_fused.core.schedule import Gate
 from swd_fused.core.snapshot import Choose, Inputs, Snapshot, State
 from swd_fused.core.sources import FromCaller, FromCallerInParts, PassOne, Source, StepBefore, StepCall
 from swd_fused.core.values import PARAMS, Decay, Groups, GroupValues
 from swd_fused.devices import graphs
-from swd_fused.devices.transfer import can_be_read, from_host, on_device, to_device
+from swd_fused.devices.transfer import from_host, on_device, to_device
 from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.refusals import refuse_scaler
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_distributed
@@ -79,13 +79,13 @@ class Stepper:
         self.source: Source = self._step_before if options.needs_one_pass else self._pass_one
         self.values: GroupValues | None = None
 
-    def restart(self, last: StepScalars | Tensor | None, entries: Groups, is_fresh: bool) -> None:
+    def restart(self, last: Tensor | None, entries: Groups, is_fresh: bool) -> None:
         """Forgets the steps so far, after other state was loaded or copied. `last` has the last step's results, if any.
 
         `entries` are the defaults and the groups; `is_fresh` says that training begins here.
         """
         self.forget()
-        self.last: StepScalars | Tensor = torch.full((3,), math.nan, device="cpu") if last is None else last
+        self.last = torch.full((3,), math.nan, device="cpu") if last is None else last
         self.last_of_graphs: Tensor | None = None  # graphs captured so far step the state before
         self.steps_taken = 0
         for observer in self.seams.observers:
@@ -169,17 +169,16 @@ class Stepper:
         if step.gate.may_skip and self.skipped_steps.device != step.ranks.device:
             raise graphs.first_in_capture("that may be skipped", "skipped_steps")
 
-    def leave_last_to_graphs(self, results: StepScalars | Tensor) -> None:
+    def leave_last_to_graphs(self, results: Tensor) -> None:
         """Keeps the last results in memory that graphs write to as well.
 
         The host is not told of replays, so it must read the results where a replay writes them. All graphs, and all
         steps between them, share the memory of the first capture.
         """
-        logged = results[:2] if isinstance(results, Tensor) else torch.stack(results[:2])
         if self.last_of_graphs is None:
-            self.last_of_graphs = logged
+            self.last_of_graphs = results
         else:
-            self.last_of_graphs.copy_(logged)
+            self.last_of_graphs.copy_(results)
         self.last = self.last_of_graphs
 
     def keep_for_graphs(self, referred_to: Snapshot | list[Tensor]) -> None:
@@ -198,7 +197,7 @@ class Step:
 
     buckets: list[Bucket]  # set by the first update, as `ranks`
     ranks: Collective
-    results: StepScalars | Tensor  # set by `end`
+    results: Tensor  # set by `end`: the mean, the norm before clipping, and 1 if the step was skipped, else 0
     skip: Tensor | None = None  # not 0 if the step changes nothing; None if it could not be skipped
     mean: Tensor | None = None
     grad_factor: Tensor | None = None
@@ -309,10 +308,7 @@ class Step:
             self.grad_sqs[bucket.sharding] = grad_sq if before is None else before + grad_sq
 
     def _take_at_once(self, bucket: Bucket) -> Tensor | None:
-        """Runs both passes in one call, if the bucket's backend offers that for this source.
-
-        Returns StepScalars as one tensor: splitting it takes longer than a small step needs for its sums.
-        """
+        """Runs both passes in one call, if the bucket's backend offers that for this source. Returns the results."""
         how, gate = self.source.at_once, self.gate
         if how == "lagged" and not (bucket.has_stepped or bucket.find_whether_stepped()):
             how = "exact" if bucket.device.type == "cpu" else None  # a first step is exact
@@ -340,11 +336,11 @@ class Step:
         snapshot, stepper, gate = self._snapshot, self._stepper, self.gate
         if snapshot is None:
             return
-        results: StepScalars | Tensor | None = self._at_once
+        results = self._at_once
         if results is None:
             assert self.mean is not None
             norm = self.source.grad_norm(self) if self._grad_sq is None else gate.grad_norm(self._grad_sq)
-            results = StepScalars(self.mean, norm, self.skip)
+            results = torch.stack([self.mean, norm, torch.zeros_like(norm) if self.skip is None else self.skip])
             self.source.leave(self)
         elif gate.may_skip:
             self.skip = results[2]
@@ -362,10 +358,8 @@ class Step:
         if self._is_captured:
             stepper.keep_for_graphs(snapshot)
         if stepper.concerned:
-            if type(results) is Tensor and results.is_cpu:
-                mean = results.tolist()[0]
-            else:
-                mean = float(results[0]) if can_be_read(results[0]) else math.nan  # without waiting
+            has_values = results.is_cpu and type(results) is Tensor  # and is neither fake nor to be waited for
+            mean = results.tolist()[0] if has_values else math.nan
             is_harmless = mean >= self.values.harmless_mean
             for observer in stepper.concerned:
                 if not (is_harmless and observer.needs_small_mean):

@@ -54,7 +54,6 @@ WITHOUT = {
     "process_group": "it is about other processes: tests/distributed",
     "largest_lr_so_far": "it is not asked for, but left by steps: tests/core/test_decay_kinds.py",
     "backend": "all of them compute the same: tests/core/test_definition.py",
-    "offload": "it is gone",
     "outliers": "it acts from step 26 on: tests/core/test_outliers.py",
     "outlier_sigma": "the same",
 }

@@ -1,13 +1,12 @@
-"""State dicts and pickles of 0.2.0 load, and training goes on from them as it did there.
+"""State dicts of 0.2.0 load, and training goes on from them as it did there.
 
-The files hold what 0.2.0 saved after three steps: the pickled optimizer, its state dict, the parameters then, and those
-after three steps more, with gradients that follow from the number of the step.
+The files hold what 0.2.0 saved after three steps: the optimizer's state dict, the parameters then, and those after three
+steps more, with gradients that follow from the number of the step.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,6 @@ def assert_as_saved(optimizer: FusedAdamS, saved: dict[str, Any]) -> None:
 def saved(request: pytest.FixtureRequest) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(request.param, weights_only=False)
     return loaded
-
-
-def test_pickles_load(saved: dict[str, Any]) -> None:
-    assert_as_saved(pickle.loads(saved["pickled"]), saved)
 
 
 def test_state_dicts_load(saved: dict[str, Any]) -> None:
