@@ -120,7 +120,7 @@ class Stepper:
         self.values = GroupValues(groups, self.options.decay, self.seams.decay)
         self.concerned = [observer for observer in self.seams.observers if observer.concerns(groups, self.options)]
         counts = (observer.needs_all_steps for observer in self.concerned)
-        self.counts_steps = bool(self.values.followed) or any(counts)
+        self.counts_steps = bool(self.values.related) or any(counts)
         return self.values
 
     def let_speak(self, groups: Groups) -> GroupValues:
@@ -348,7 +348,7 @@ class Step:
         if self._is_captured or stepper.last_of_graphs is not None:
             stepper.leave_last_to_graphs(results)
         stepper.steps_taken += 1
-        if self.values.followed:
+        if self.values.related:
             self.values.count_lrs(self.groups)
         if self.skip is not None and not self.source.continues:
             stepper.count_skipped(self.skip)

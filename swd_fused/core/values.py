@@ -23,24 +23,20 @@ PARAMS = itemgetter("params")
 SCHEDULED = {"lr", "betas"}  # what schedulers change
 
 
-class FollowedLr(Protocol):
-    """Follows the learning rate of a group whose decay depends on the learning rates of earlier steps."""
-
-    def decay_lr(self) -> Tensor | None:
-        """Returns `decay_lr` as a tensor on the device, or None if the group's row has it as a number."""
-
-    def count(self) -> None:
-        """Counts the learning rate of a step, taken or skipped."""
-
-
 class Decay(Protocol):
     """Turns the decay options of groups into numbers."""
 
     def columns(self, group: Mapping[str, Any], lr: float) -> dict[str, float]:
         """Returns the columns of a group's row that say how it decays. `lr` is -1 if it is a tensor."""
 
-    def follow_lr(self, group: Group) -> FollowedLr | None:
-        """Returns the follower of a group's learning rate, or None if its decay needs only the present one."""
+    def is_related(self, group: Group) -> bool:
+        """Returns whether the decay of a group depends on the learning rates of earlier steps."""
+
+    def decay_lr_on_device(self, group: Group) -> Tensor:
+        """Returns `decay_lr` of such a group if its learning rate is a tensor."""
+
+    def count_lr(self, group: Group) -> None:
+        """Counts the learning rate of a step, taken or skipped."""
 
     def harmless_mean(self, columns: Mapping[str, float], lr: float) -> float:
         """Returns a mean of v^ at and above which the decay needs no warning."""
@@ -178,25 +174,17 @@ class GroupValues:
         self.kinds: list[GroupKind] = []
         self.tensor_lrs: list[tuple[int, Tensor]] = []
         self._decay = decay
-        self.followed: dict[int, FollowedLr] = {}
+        self.related: dict[int, Group] = {}  # the groups whose decay depends on earlier learning rates
         self._tables: dict[torch.device, Hyper] = {}
         can_change = False  # whether betas may change without becoming another object
         for index, group in enumerate(groups):
             check_group(group, kind)
-            self.kinds.append(
-                GroupKind(
-                    len(group["params"]),
-                    group["amsgrad"],
-                    group["state_dtype"],
-                    group["cautious_decay"],
-                    ShardedOver.checked(group.get("process_group")),
-                    group["ema_decay"] is not None,
-                )
-            )
+            over, averages = ShardedOver.checked(group.get("process_group")), group["ema_decay"] is not None
+            asked = group["amsgrad"], group["state_dtype"], group["cautious_decay"]
+            self.kinds.append(GroupKind(len(group["params"]), *asked, over, averages))
             lr, betas = group["lr"], group["betas"]
-            followed = decay.follow_lr(group)
-            if followed is not None:
-                self.followed[index] = followed
+            if decay.is_related(group):
+                self.related[index] = group
             if isinstance(lr, Tensor):
                 self.tensor_lrs.append((index, lr))
             can_change |= type(betas) is not tuple or any(isinstance(beta, Tensor) for beta in betas)
@@ -240,8 +228,9 @@ class GroupValues:
         ):
             return False
         rises = lr > seen["lr"]
-        is_followed = index in self.followed
-        row = hyper_row(group, self._decay) if is_followed else HyperRow(lr, lr, *betas, *self.rows[index][4:])
+        row = HyperRow(lr, lr, *betas, *self.rows[index][4:])
+        if index in self.related:
+            row = hyper_row(group, self._decay)
         self.rows[index] = row
         for device in list(self._tables):
             if not self._tables[device].follows(index, row):
@@ -260,8 +249,8 @@ class GroupValues:
 
     def count_lrs(self, groups: Groups) -> None:
         """Counts the learning rates of a step, taken or skipped. Groups keep the largest if their decay needs it."""
-        for index, followed in self.followed.items():
-            followed.count()
+        for index, group in self.related.items():
+            self._decay.count_lr(group)
             if self._seen:
                 self._seen[index] = Seen.of(groups[index])
 
@@ -273,6 +262,6 @@ class GroupValues:
             if not hyper.is_captured:  # a captured table is empty until the graph is replayed
                 self._tables[device] = hyper
         for index, lr in self.tensor_lrs:
-            followed = self.followed.get(index)
-            hyper.set_lr(index, lr, None if followed is None else followed.decay_lr())
+            group = self.related.get(index)
+            hyper.set_lr(index, lr, None if group is None else self._decay.decay_lr_on_device(group))
         return hyper

@@ -63,7 +63,7 @@ class DecayOptions(NamedTuple):
     corrected_decay: Annotated[bool, FLAG] = False
     cautious_decay: Annotated[bool, FLAG] = False
     largest_lr: Annotated[float | None, LARGEST_LR.or_none()] = None
-    # Not an argument: `LargestLr` sets it. It is a tensor only in state dicts of 0.2.
+    # Not an argument: `count_lr` sets it. It is a tensor only in state dicts of 0.2.
     largest_lr_so_far: Annotated[float | Tensor, LARGEST_LR_SO_FAR] = 0.0
     # Holds for the whole optimizer, but each group saves it beside the values that it gives a meaning.
     decay: Annotated[Decay, one_of(*get_args(Decay))] = "scheduled"
@@ -175,31 +175,16 @@ def largest_lr(group: Group, lr: float) -> float:
     return max(lr, float(group[SO_FAR]), group["largest_lr"] or 0.0)
 
 
-class LargestLr:
-    """Follows the learning rate of a group whose decay depends on the largest one so far."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self._group = group
-
-    def decay_lr(self) -> Tensor | None:
-        """Returns `related_lr` on the device if the learning rate is a tensor. Returns None for a number, whose value
-        is in the group's row."""
-        lr = self._group["lr"]
-        if not isinstance(lr, Tensor):
-            return None
-        lr = lr.detach().reshape(()).to(scalar_dtype(lr.device)).clamp(min=0)
-        return torch.where(lr > 0, related_lr(self._group, lr, lr.clamp(min=self._group["largest_lr"])), 0.0)
-
-    def count(self) -> None:
-        """Counts the learning rate of a step, taken or skipped."""
-        lr = self._group["lr"]
-        if not isinstance(lr, Tensor) and lr > self._group[SO_FAR]:
-            self._group[SO_FAR] = float(lr)
+def decay_lr_on_device(group: Group) -> Tensor:
+    """Returns `related_lr` of a learning rate that is a tensor."""
+    lr: Tensor = group["lr"].detach().reshape(()).to(scalar_dtype(group["lr"].device)).clamp(min=0)
+    return torch.where(lr > 0, related_lr(group, lr, lr.clamp(min=group["largest_lr"])), 0.0)
 
 
-def follow_lr(group: dict[str, Any]) -> LargestLr | None:
-    """Returns the follower of a group's learning rate, or None if its decay does not depend on the largest one."""
-    return LargestLr(group) if is_related(group) else None
+def count_lr(group: dict[str, Any]) -> None:
+    """Counts the learning rate of a step, taken or skipped, in the largest one so far."""
+    if not isinstance(group["lr"], Tensor) and group["lr"] > group[SO_FAR]:
+        group[SO_FAR] = float(group["lr"])
 
 
 # --- Loading from a state dict
