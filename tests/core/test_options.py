@@ -1,4 +1,4 @@
-"""The tables of options: the constructor has the same, and pickles without an option get its default."""
+"""The tables of options: the constructor has the same, and explains them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def test_the_constructor_has_the_options_of_the_tables() -> None:
     own = {name: parameter.default for name, parameter in parameters.items() if name not in ("params", "compatibility")}
     in_tables = {name: default for name, default in OPTIONS.items() if name not in Compatibility.__optional_keys__}
     assert {**own, **OF_GROUPS_ONLY} == in_tables
+
+
+def test_each_argument_is_explained() -> None:
+    explained = inspect.getdoc(FusedAdamS) or ""
+    assert not [name for name in ARGUMENTS if f"\n    {name}: " not in explained]
 
 
 def test_offload_is_refused_and_both_replacements_are_named() -> None:
