@@ -73,13 +73,11 @@ class CpuBackend(Backend):
         sums: Tensor = ops.max_exp_avg_sq_sum(bucket.plan.description, *scalars)
         return sums[0]
 
-    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
-        if after_this_step:
-            return bucket.carried_sums(after_this_step)
+    def last_sum(self, bucket: Bucket) -> Tensor:
         # Uses the function that `step` uses, so that both give the same bits.
         scalars = bucket.steps, bucket.hyper.table
-        total, count = ops.last_exp_avg_sq_sum(bucket.plan.description, bucket.known_sums(), *scalars).unbind()
-        return torch.stack([total, torch.zeros_like(total), count])
+        total_and_count: Tensor = ops.last_exp_avg_sq_sum(bucket.plan.description, bucket.known_sums(), *scalars)
+        return total_and_count
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool

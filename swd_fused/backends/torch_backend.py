@@ -74,8 +74,9 @@ class TorchBackend(Backend):
                 sums[index] += sum_of(torch.maximum(exp_avg_sq, piece.averaged()))
         return (sums / bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)).sum()
 
-    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
-        return bucket.carried_sums(after_this_step)
+    def last_sum(self, bucket: Bucket) -> Tensor:
+        v_hats = bucket.known_sums() / bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps)
+        return torch.where(bucket.steps > 0, torch.stack([v_hats, bucket.numels.to(v_hats)]), 0.0).sum(1)
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool

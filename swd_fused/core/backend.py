@@ -55,12 +55,8 @@ class Backend(Protocol):
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         """Returns the sum of v^ after this step, for amsgrad, whose maxima have no recursion."""
 
-    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
-        """Returns (sum, weight, count) without reading gradients.
-
-        The sum is of v^ before this step, over tensors that have taken one; or `after_this_step` of what v^ keeps from
-        earlier steps, over tensors with a gradient. The fresh part is then grad_sq * weight / count.
-        """
+    def last_sum(self, bucket: Bucket) -> Tensor:
+        """Returns the sum of v^ before this step over tensors that have taken a step, and their number of elements."""
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool

@@ -147,10 +147,13 @@ class Bucket:
         """The second moments over which the schedule takes its mean, or their codes."""
         return self.state.max_exp_avg_sqs if self.amsgrad else self.state.exp_avg_sqs
 
-    def known_sums(self) -> Tensor:
+    def present_sums(self) -> Tensor:
         """Returns the sum of each tensor in `averaged`, rebuilt from storage if `sums` is None."""
-        if self.sums is None:
-            self.sums = self.backend.exp_avg_sq_sums(self)
+        return self.backend.exp_avg_sq_sums(self) if self.sums is None else self.sums
+
+    def known_sums(self) -> Tensor:
+        """Returns `present_sums`, and keeps them."""
+        self.sums = self.present_sums()
         return self.sums
 
     def allow_missing_sums(self) -> None:
@@ -162,16 +165,6 @@ class Bucket:
     def grads_or_params(self) -> list[Tensor]:
         """The gradients, with the parameter in place of a missing one."""
         return [param if grad is None else grad for param, grad in zip(self.params, self.grads, strict=True)]
-
-    def carried_sums(self, after_this_step: bool) -> Tensor:
-        """Returns (sum, weight, count) as `Backend.carried` does, from the sums by tensor."""
-        steps = self.steps + 1 if after_this_step else self.steps
-        counted = self.has_grad if after_this_step else self.steps > 0
-        bias_correction2 = self.hyper.bias_correction("beta2", self.groups, steps)
-        beta2 = self.hyper.column("beta2")[self.groups] if after_this_step else torch.ones_like(bias_correction2)
-        weight = (1 - beta2) * self.numels / bias_correction2
-        rows = [beta2 * self.known_sums() / bias_correction2, weight, self.numels]
-        return torch.where(counted, torch.stack([row.to(bias_correction2.dtype) for row in rows]), 0.0).sum(1)
 
     def count_writes(self) -> None:
         """Raises torch's counters of writes to parameters, for backends that write through addresses: by them autograd

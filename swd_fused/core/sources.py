@@ -168,7 +168,7 @@ class StepBefore(Source):
 
 
 def _left_by(bucket: Bucket) -> Tensor:
-    total, _, count = bucket.backend.carried(bucket, after_this_step=False).unbind()
+    total, count = bucket.backend.last_sum(bucket).unbind()
     return torch.stack([total, count, torch.zeros_like(total)])
 
 
@@ -187,9 +187,19 @@ class FromCaller(Source):
         self._grad_sq = grad_sq
 
     def sums(self, snapshot: Snapshot, gate: Gate) -> Sums:
-        rows = [(bucket.sharding, bucket.backend.carried(bucket, after_this_step=True)) for bucket in snapshot.buckets]
+        rows = [(bucket.sharding, _carried_by(bucket)) for bucket in snapshot.buckets]
         carried, weight, count = snapshot.ranks.total(rows, 3).unbind()
         return Sums(self._grad_sq, carried, self._grad_sq * weight / count.clamp(min=1), count)
+
+
+def _carried_by(bucket: Bucket) -> Tensor:
+    """Returns three sums over tensors with a gradient: of what v^ keeps from earlier steps, of the weights of squared
+    gradients in v^, and of elements."""
+    beta2 = bucket.hyper.column("beta2")[bucket.groups]
+    bias_correction2 = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
+    carried = beta2 * bucket.present_sums() / bias_correction2
+    weights = (1 - beta2) * bucket.numels / bias_correction2
+    return torch.where(bucket.has_grad, torch.stack([carried, weights, bucket.numels.to(carried)]), 0.0).sum(1)
 
 
 class FromCallerInParts(Source):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
+from swd_fused.backends.triton.kernels.tables import SLOT
 from swd_fused.backends.triton.launch import INTERPRETED, can_wait, refuses_cooperation
 from swd_fused.backends.triton.plan import PASSES, Plan
 from swd_fused.core.backend import Backend
@@ -41,23 +41,12 @@ class TritonBackend(Backend):
             :, SLOT.max_sum
         ].sum()
 
-    def carried(self, bucket: Bucket, after_this_step: bool) -> Tensor:
+    def last_sum(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
-        if not after_this_step:
-            last = torch.empty(plan.n_parts, 2, dtype=torch.float64, device=bucket.device)
-            for part, row in zip(plan.parts_for(PASSES, bucket), last, strict=True):
-                plan.find_last(bucket, part, row)
-            total, count = last.sum(0).unbind()
-            return torch.stack([total, torch.zeros_like(total), count])
-        beta2 = bucket.hyper.column("beta2")[bucket.groups]
-        bias_correction2 = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
-        weights = torch.where(bucket.has_grad, beta2 / bias_correction2, 0.0)
-        sums = [
-            part.sums[: part.n_segments, SUM.total] * weights[part.segments[:, SEGMENT.tensor]]
-            for part in plan.parts_for(PASSES, bucket)
-        ]
-        weight = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / bias_correction2, 0.0).sum()
-        return torch.stack([torch.cat(sums).sum(), weight, bucket.count])
+        last = torch.empty(plan.n_parts, 2, dtype=torch.float64, device=bucket.device)
+        for part, row in zip(plan.parts_for(PASSES, bucket), last, strict=True):
+            plan.find_last(bucket, part, row)
+        return last.sum(0)
 
     def pass2(
         self, bucket: Bucket, exp_avg_sq_mean: Tensor, grad_factor: Tensor | None, skip: Tensor | None, sum_grads: bool
