@@ -21,8 +21,7 @@ from swd_fused.distributed.collective import Collective
 from swd_fused.distributed.sharding import is_distributed, local_tensor, sharding_of
 from swd_fused.observer import Observer
 from swd_fused.options import Options
-from swd_fused.state.moments import decoded_moment, has_moments
-from swd_fused.state.operands import as_real
+from swd_fused.state.storage import as_real, decoded_moment, has_moments
 from swd_fused.user_warning import warn_user
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from swd_fused.devices.transfer import HostCopy, can_be_read_later, from_host, i
 from swd_fused.distributed.sharding import Sharding, local_tensor
 from swd_fused.options import Options
 from swd_fused.state.eight_bit import CODES, block_numbers
-from swd_fused.state.operands import are_plain, as_real, columns_of
 from swd_fused.state.rounding import element_numbers
+from swd_fused.state.storage import are_plain, as_real, columns_of
 
 DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
 

@@ -29,8 +29,7 @@ from swd_fused.distributed.sharding import (
 )
 from swd_fused.options import Options
 from swd_fused.state.load import Initializer
-from swd_fused.state.moments import has_moments
-from swd_fused.state.operands import SECOND_MOMENTS, STORED, are_plain, as_real, unused_columns
+from swd_fused.state.storage import SECOND_MOMENTS, STORED, are_plain, as_real, has_moments, unused_columns
 from swd_fused.state.weights import refuse_exchanged
 
 State = dict[Tensor, dict[str, Any]]

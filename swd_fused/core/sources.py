@@ -17,7 +17,7 @@ from swd_fused.devices.transfer import can_be_read, from_host, on_device, scalar
 from swd_fused.distributed.collective import Collective, Reduction, collective_of
 from swd_fused.distributed.sharding import ShardedOver, Sharding, is_dtensor, sharding_in
 from swd_fused.options import Options
-from swd_fused.state.moments import decoded_moment, has_moments
+from swd_fused.state.storage import decoded_moment, has_moments
 
 if TYPE_CHECKING:
     from swd_fused.core.step import Step

@@ -24,7 +24,7 @@ from swd_fused.core.values import Groups
 from swd_fused.distributed.refusals import refuse_late_reduction
 from swd_fused.distributed.sharding import local_tensor, sharding_in
 from swd_fused.options import Options
-from swd_fused.state.moments import has_moments
+from swd_fused.state.storage import has_moments
 
 # Small gradients wait until so many bytes can be stepped together, counting each rank's even share of a parameter. The
 # host goes through all tensors of the model in each update, so a thousand small layers must not be a thousand updates.

@@ -18,11 +18,10 @@ from swd_fused.decay.kinds import kept_decay
 from swd_fused.devices.transfer import can_be_read
 from swd_fused.distributed.sharding import PLAIN_TYPES, local_tensor, redistributed_like, sharded_like
 from swd_fused.options import MASTER, REMAINDER, Options, check_group
-from swd_fused.state import moments
+from swd_fused.state import storage
 from swd_fused.state.eight_bit import SCALES, STORED_DTYPES, scales_shape
-from swd_fused.state.moments import CODED, MOMENTS, convert_moments, missing_keys, new_moment, stored_dtype
-from swd_fused.state.operands import STORED
 from swd_fused.state.other_libraries import as_adams
+from swd_fused.state.storage import CODED, MOMENTS, STORED, convert_moments, missing_keys, new_moment, stored_dtype
 from swd_fused.state.weights import convert_average, convert_master
 from swd_fused.user_warning import warn_user
 
@@ -90,7 +89,7 @@ class Initializer:
         # The calls for shards are skipped for plain parameters: they would do nothing, in 4 ms for a thousand of them.
         is_plain_param = type(param) in PLAIN_TYPES
         state: dict[str, Any] = {}
-        for key, value in (saved if is_plain_param else moments.without_cut_blocks(saved, param)).items():
+        for key, value in (saved if is_plain_param else storage.without_cut_blocks(saved, param)).items():
             if key == "step":
                 state[key] = as_step(value, device, copy=True)
             elif key not in STORED:
@@ -105,7 +104,7 @@ class Initializer:
                     copied = self._backend.new_moment(local, dtype, device).copy_(local)
                 shape = tuple(value.shape) if key in STORED_DTYPES else None
                 state[key] = copied if is_whole else sharded_like(param, copied, shape)
-        if moments.has_moments(state) and not (self._dtypes and self._is_as_wanted(state, device)):
+        if storage.has_moments(state) and not (self._dtypes and self._is_as_wanted(state, device)):
             convert_moments(state, param, wanted, self._backend)
         return state
 
@@ -120,13 +119,13 @@ class Initializer:
         """Adds missing entries to a state, and converts its moments to the group's `state_dtype`."""
         check_state(state, param)
         group, backend = self._group, self._backend
-        if not moments.has_moments(state):
+        if not storage.has_moments(state):
             state["step"] = self._no_steps
             for key in CODED:
                 state.update(new_moment(key, param, group["state_dtype"], backend))
         state["step"] = as_step(state["step"], param.device)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
-            maxima = moments.decoded_moment(state, "exp_avg_sq")
+            maxima = storage.decoded_moment(state, "exp_avg_sq")
             copied = backend.new_moment(local_tensor(param), maxima.dtype, param.device).copy_(maxima)
             state["max_exp_avg_sq"] = sharded_like(param, copied)
         convert_moments(state, param, group["state_dtype"], backend)
@@ -259,7 +258,7 @@ def _checked(state: Any, param: Tensor, key: object, saved_group: Mapping[str, A
             state = {**state, "step": saved_group["step"]}
         problem = problem_in(state, param)
         # Without moments, tensors are another algorithm's state. Other entries are the user's own notes.
-        is_fresh = problem is None and not moments.has_moments(state)
+        is_fresh = problem is None and not storage.has_moments(state)
         if is_fresh and any(isinstance(value, Tensor) for value in state.values()):
             problem = f"it has {_listed(state)}, but no {_listed(REQUIRED)}"
     if problem is not None:

@@ -13,7 +13,7 @@ from swd_fused.backends.triton.plan import columns_of
 from swd_fused.core.bucket import NO_GRAD
 from swd_fused.core.values import HyperRow
 from swd_fused.state.eight_bit import BlockNumbers
-from swd_fused.state.operands import StateColumns
+from swd_fused.state.storage import StateColumns
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "swd_fused"

@@ -12,7 +12,7 @@ from torch import nn
 from swd_fused import FusedAdamS, FusedAdamW, metrics
 from swd_fused.drivers import release
 from swd_fused.state.eight_bit import CODES
-from swd_fused.state.moments import decoded_moment
+from swd_fused.state.storage import decoded_moment
 from tests.device import DEVICE
 from tests.runs import random_params, run, steps_for
 

@@ -1,7 +1,7 @@
 """State dicts of 0.2.0 load, and training goes on from them as it did there.
 
-The files hold what 0.2.0 saved after three steps: the optimizer's state dict, the parameters then, and those after three
-steps more, with gradients that follow from the number of the step.
+The files hold what 0.2.0 saved after three steps: the optimizer's state dict, the parameters then, and those after
+three steps more, with gradients that follow from the number of the step.
 """
 
 from __future__ import annotations

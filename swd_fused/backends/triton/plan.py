@@ -28,8 +28,8 @@ from swd_fused.devices import graphs
 from swd_fused.devices.transfer import from_host, int64s
 from swd_fused.state.eight_bit import BLOCK as CODE_BLOCK
 from swd_fused.state.eight_bit import CODE_DTYPES, blocks_of_row, rows_and_columns
-from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
 from swd_fused.state.rounding import rounding_start
+from swd_fused.state.storage import PARAM_COLUMNS, SCALE_COLUMNS
 
 CODED_DTYPES = tuple(CODE_DTYPES.values())
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from swd_fused.core import bucket
 from swd_fused.core.values import HyperRow
-from swd_fused.state.operands import PARAM_COLUMNS, SCALE_COLUMNS
+from swd_fused.state.storage import PARAM_COLUMNS, SCALE_COLUMNS
 
 
 class Columns(tl.constexpr):
