@@ -37,6 +37,7 @@ from swd_fused.options import (
     unwrapped,
 )
 from swd_fused.outliers import OutlierWatch
+from swd_fused.rms_grads import rms_by_param
 from swd_fused.state.weights import master_of, refuse_exchanged
 
 ORDINARY_CALL = StepCall()
@@ -417,4 +418,4 @@ class FusedAdamS(Optimizer):
         sums, so this reads memory only after state was loaded or written to. It covers all shards of DTensors, so all
         ranks must call it, but only the local part of plain tensors. Waits for the device.
         """
-        return metrics.rms_by_param(self._stepper, self.param_groups, self.state)
+        return rms_by_param(self._stepper, self.param_groups, self.state)

@@ -30,7 +30,7 @@ LAYERS = (
     ("core",),
     ("backends",),
     ("drivers",),
-    ("averages", "outliers"),
+    ("averages", "outliers", "rms_grads"),
     ("metrics",),
     ("new_groups", "checkpoints"),
     ("optimizer",),

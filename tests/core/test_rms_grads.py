@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from swd_fused import FusedAdamS, FusedAdamW, metrics
+from swd_fused import FusedAdamS, FusedAdamW, rms_grads
 from swd_fused.drivers import release
 from swd_fused.state.eight_bit import CODES
 from swd_fused.state.storage import decoded_moment
@@ -81,7 +81,7 @@ def test_they_come_from_the_step_and_equal_the_state(
     kind: Any, dtype: torch.dtype, options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, optimizer = trained(kind, dtype, backend, **options)
-    monkeypatch.setattr(metrics, "decoded_moment", None)  # so that reading a moment fails
+    monkeypatch.setattr(rms_grads, "decoded_moment", None)  # so that reading a moment fails
     assert (CODES["exp_avg_sq"] in optimizer.state[params[1]]) == (options.get("state_dtype") == "8bit")
     assert_right(optimizer)
     assert list(optimizer.rms_grads()) == [0, 1, 2, 5]
