@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swd_fused import backends
-from swd_fused.core.tensor_checks import check_params
+from swd_fused.checks import check_params
 from swd_fused.decay.kinds import WEIGHT_DECAYS, Decay
 from swd_fused.decay.observers import CALIBRATION_STEPS, calibration_of
 from swd_fused.distributed.refusals import refuse_tensor_alone

@@ -32,7 +32,6 @@ from swd_fused.core.values import HyperRow
 from swd_fused.decay.kinds import decay_factor
 from swd_fused.devices.transfer import scalar_dtype
 from swd_fused.state import eight_bit
-from swd_fused.state.eight_bit import BLOCK, blocks_of_row
 from swd_fused.state.rounding import rounding_keys, stochastically_rounded
 from swd_fused.state.weights import joined, split
 
@@ -183,36 +182,24 @@ def present_grads(bucket: Bucket) -> Iterator[tuple[int, Tensor]]:
     return ((index, grad) for index, grad in enumerate(bucket.grads) if grad is not None)
 
 
-class Cut(NamedTuple):
-    """Names a part of a tensor: from `begin` to `begin + length` along `dim`."""
-
-    dim: int
-    begin: int
-    length: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor.narrow(*self) if tensor.dim() else tensor
-
-
 class Piece:
     """A part of a parameter and of its state, as views of the stored tensors."""
 
-    def __init__(self, bucket: Bucket, index: int, cut: Cut) -> None:
-        def part_of(tensors: Sequence[Tensor], cut: Cut = cut) -> Tensor | None:
-            return cut.of(tensors[index]) if tensors else None
-
-        self._bucket, self._index, self._cut, state = bucket, index, cut, bucket.state
-        self._param, self._master = cut.of(bucket.params[index]), part_of(state.masters)
-        self._exp_avg, self._exp_avg_sq = cut.of(state.exp_avgs[index]), cut.of(state.exp_avg_sqs[index])
-        self._maximum, self._average = part_of(state.max_exp_avg_sqs), part_of(state.ema_params)
+    def __init__(self, bucket: Bucket, index: int, rows: slice, blocks: slice) -> None:
+        self._bucket, self._index, self._rows, self._blocks, state = bucket, index, rows, blocks, bucket.state
+        self._param, self._master = self.of(bucket.params[index]), self._part_of(state.masters)
+        self._exp_avg, self._exp_avg_sq = self.of(state.exp_avgs[index]), self.of(state.exp_avg_sqs[index])
+        self._maximum, self._average = self._part_of(state.max_exp_avg_sqs), self._part_of(state.ema_params)
         self._has_codes = index in bucket.block_numbers
         if self._has_codes:
-            self._blocks = cut if self._param.dim() > 1 else Cut(0, cut.begin // BLOCK, blocks_of_row(cut.length))
-            scales = state.exp_avg_scales[index], state.exp_avg_sq_scales[index]
-            self._exp_avg_scales, self._exp_avg_sq_scales = map(self._blocks.of, scales)
+            self._exp_avg_scales = state.exp_avg_scales[index][blocks]
+            self._exp_avg_sq_scales = state.exp_avg_sq_scales[index][blocks]
 
     def of(self, tensor: Tensor) -> Tensor:
-        return self._cut.of(tensor)
+        return tensor[self._rows] if tensor.dim() else tensor
+
+    def _part_of(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        return self.of(tensors[self._index]) if tensors else None
 
     def exp_avg_sq(self) -> Tensor:
         """Returns the second moment in at least 32 bits."""
@@ -250,14 +237,14 @@ class Piece:
         elif self._master is not None:
             keep(self._master, weight)
         elif self._bucket.options.stochastic_rounding and self._param.dtype == torch.bfloat16:
-            numbers = self._bucket.element_numbers[self._index]
-            numbers = numbers.from_index(self._cut.dim, self._cut.begin) if self._param.dim() else numbers
+            numbers = self._bucket.element_numbers[self._index].from_row(self._rows.start)
             weight = stochastically_rounded(weight, rounding_key, numbers)
         keep(self._param, weight)
 
     def _encode(self, exp_avg: Tensor, exp_avg_sq: Tensor, rounding_key: Tensor) -> None:
         """Stores both moments in 8 bits, stochastically rounded."""
-        numbers, (_, begin, length) = self._bucket.block_numbers[self._index], self._blocks
+        numbers, begin = self._bucket.block_numbers[self._index], self._blocks.start
+        length = len(self._exp_avg_scales)
         if self._param.dim() > 1:
             blocks = numbers.of_rows(begin, begin + length, self._exp_avg_scales.shape[1], self._param.device)
         else:
@@ -272,27 +259,12 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
-    """Cuts a parameter and its state. With moments in 8 bits, cuts are between rows, or between blocks of a vector."""
-    param = bucket.params[index]
-    cuts = cuts_of(param)
-    if index in bucket.block_numbers:
-        rows = (rows for rows, _ in eight_bit.pieces(param.shape, limit_of(param)))
-        cuts = (Cut(0, each.start, min(each.stop, param.shape[0]) - each.start) for each in rows)
-    return (Piece(bucket, index, cut) for cut in cuts)
+    return (Piece(bucket, index, rows, blocks) for rows, blocks in cuts_of(bucket.params[index]))
 
 
-def cuts_of(tensor: Tensor) -> Iterator[Cut]:
-    """Cuts a tensor along its longest dimension. An empty tensor has no parts."""
-    numel, length = tensor.numel(), max(tensor.shape, default=1)
-    if numel:
-        dim = tensor.shape.index(length) if tensor.dim() else 0
-        step = max(1, limit_of(tensor) * length // numel)
-        for begin in range(0, length, step):
-            yield Cut(dim, begin, min(step, length - begin))
-
-
-def limit_of(tensor: Tensor) -> int:
-    return CPU_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE
+def cuts_of(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cuts a tensor between rows, and a vector between blocks of codes."""
+    return eight_bit.pieces(tensor.shape, CPU_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -323,6 +295,7 @@ def sums_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> T
     sums = torch.zeros(len(tensors), dtype=dtype, device=device)
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            for cut in cuts_of(tensor):
-                sums[index] += cut.of(tensor).to(dtype, copy=True).square_().sum()
+            for rows, _ in cuts_of(tensor):
+                part = tensor[rows] if tensor.dim() else tensor
+                sums[index] += part.to(dtype, copy=True).square_().sum()
     return sums

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.checks import check_grads
 from swd_fused.core.backend import Backend
-from swd_fused.core.tensor_checks import check_grads
 from swd_fused.core.values import Hyper
 from swd_fused.devices import graphs
 from swd_fused.devices.transfer import HostCopy, can_be_read_later, from_host, is_fake, scalar_dtype

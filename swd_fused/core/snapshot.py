@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swd_fused.checks import check_grads, check_memory, check_params
 from swd_fused.core.backend import Backend
 from swd_fused.core.bucket import NO_GRAD, Bucket, BucketKey, Entries
-from swd_fused.core.tensor_checks import check_grads, check_memory, check_params
 from swd_fused.core.values import Group, GroupKind, Groups, GroupValues
 from swd_fused.distributed.collective import collective_of
 from swd_fused.distributed.refusals import refuse_stage_alone, refuse_unknown_shards

@@ -100,9 +100,9 @@ def blocks_of_row(columns: int) -> int:
 def pieces(shape: Sequence[int], numel: int = PIECE) -> Iterator[tuple[slice, slice]]:
     """Cuts a tensor into pieces of about `numel` elements: whole rows, or whole blocks of a vector. Yields slices of
     the first dimension of the tensor and of its scales."""
-    if len(shape) == 1:
+    if len(shape) <= 1:
         step = max(1, numel // BLOCK) * BLOCK
-        for begin in range(0, shape[0], step):
+        for begin in range(0, prod(shape), step):
             yield slice(begin, begin + step), slice(begin // BLOCK, (begin + step) // BLOCK)
         return
     step = max(1, numel // max(1, prod(shape[1:])))

@@ -31,9 +31,9 @@ class ElementNumbers(NamedTuple):
     first: int
     strides: tuple[int, ...]
 
-    def from_index(self, dim: int, index: int) -> ElementNumbers:
-        """Returns the numbers of the part that begins at this index."""
-        return self._replace(first=self.first + (index * self.strides[dim] if index else 0))
+    def from_row(self, row: int) -> ElementNumbers:
+        """Returns the numbers of the part that begins at this index of the first dimension."""
+        return self._replace(first=self.first + (row * self.strides[0] if row else 0))
 
     def last(self, shape: Sequence[int]) -> int:
         """Returns the largest number in a tensor of this shape."""
