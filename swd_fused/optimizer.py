@@ -157,7 +157,7 @@ class FusedAdamS(Optimizer):
         self._handle = new_handle(self)
         self._calibration, self._clipped, self._outliers = Calibration(), clipped, OutlierWatch()
         observers: list[Observer] = [self._calibration, self._clipped, DecayWarning(), self._outliers]
-        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, kinds, observers, self._outliers))
+        self._stepper = Stepper(options, sharded_over, Seams(backends.choose, kinds, observers, self._outliers.gate))
         self._gradient_release = None
 
     @_disable_dynamo

@@ -6,10 +6,10 @@ All steps are taken this way, wherever their gradients and sums come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,20 +34,13 @@ GRAD = attrgetter("grad")
 SNAPSHOTS_KEPT = 8
 
 
-class Judge(Protocol):
-    """Judges a step by its gradient norm and those of earlier steps."""
-
-    def gate(self, step: Step) -> Gate:
-        """Returns a gate for the step that may skip or clip it."""
-
-
 class Seams(NamedTuple):
     """Holds the objects that the core knows only by their protocols."""
 
     choose: Choose
     decay: Decay
     observers: Sequence[Observer]
-    judge: Judge  # asked if `Options.outliers` is set
+    judge: Callable[[Step], Gate]  # returns a gate that may skip or clip a step; called if `Options.outliers` is set
 
 
 class Stepper:
@@ -381,7 +374,7 @@ def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | No
     if call.grad_sumsq is not None or stepper.in_parts.is_begun:
         step.source = stepper.source_for(call, groups, state)
     if stepper.options.outliers is not None:
-        step.gate = stepper.seams.judge.gate(step)
+        step.gate = stepper.seams.judge(step)
     try:
         step.update(params, grads)
         step.end()
