@@ -6,8 +6,10 @@ import argparse
 import csv
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -43,6 +45,16 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@cache
+def commit() -> str:
+    """Returns the source's, and whether it was changed since; nothing where it is no git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def huge_pages() -> str:

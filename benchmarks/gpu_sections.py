@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks import gpu, gpu_modes, step_time
-from benchmarks.conditions import read_rows, write_rows
+from benchmarks.conditions import commit, read_rows, write_rows
 from benchmarks.step_times.contenders import GPU_CONTENDERS, Contender, gpu_peers, parameters, speeds, taking_part
 from benchmarks.step_times.harness import Case, Row, measure, milliseconds
 from benchmarks.step_times.suites import QUICK_SUITES, SUITES, Suite, gpt2_shapes
@@ -39,20 +38,19 @@ def environment() -> None:
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     driver = f"driver    {gpu.driver_version()}"
-    lines = [*versions_and_devices(), f"commit    {commit()}", driver, memory, f"peers     {peers}"]
+    lines = [
+        *versions_and_devices(),
+        f"commit    {commit() or 'not known: no git clone'}",
+        driver,
+        memory,
+        f"peers     {peers}",
+    ]
     if torch.cuda.get_device_name().startswith(VIRTUAL):
         say(
             "**This is the virtual GPU of tests/virtual_gpu: nothing ran on hardware, and no time or rate means "
             "anything. Its profiler shows Triton's kernels alone.**"
         )
     say(f"```text\n{chr(10).join(lines)}\n```")
-
-
-def commit() -> str:
-    """Returns the source's, and whether it was changed since."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = attempted(partial(subprocess.run, command, capture_output=True, text=True, timeout=10, check=True))
-    return "not known: no git clone" if isinstance(done, Exception) else done.stdout.strip()
 
 
 def mode(name: str, device: str = "cuda", backend: str = "triton") -> None:

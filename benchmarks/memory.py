@@ -116,13 +116,6 @@ def peer_of(package: str, **options: Any) -> Build:
     return lambda model: import_module(package).AdamW8bit(model.parameters(), **options)
 
 
-def flashoptim(model: nn.Module) -> Optimizer:
-    package = import_module("flashoptim")
-    optimizer: Optimizer = package.FlashAdamW(model.parameters())
-    package.enable_gradient_release(model, optimizer)
-    return optimizer
-
-
 SETTINGS: dict[str, Build] = {
     "float32: AdamW fused": adamw,
     "float32: FusedAdamS exact": adams(),
@@ -137,11 +130,9 @@ SETTINGS: dict[str, Build] = {
     "bfloat16: FusedAdamS lagged, stochastic rounding, gradients released": adams(**RELEASED, **ROUNDED),
     "bfloat16: FusedAdamS exact, stochastic rounding, 8bit": adams(**ROUNDED, **CODED),
     "bfloat16: FusedAdamS lagged, stochastic rounding, 8bit, gradients released": adams(**RELEASED, **ROUNDED, **CODED),
-    # FlashOptim's choice of precision, but for 24 bits of its masters: its own kernels need a GPU.
     "bfloat16: FusedAdamS lagged, master weights, 8bit, gradients released": adams(**RELEASED, **MASTERS, **CODED),
     "bfloat16: torchao AdamW8bit, stochastic rounding": peer_of("torchao.optim", bf16_stochastic_round=True),
     "bfloat16: bitsandbytes AdamW8bit": peer_of("bitsandbytes.optim"),
-    "bfloat16: FlashAdamW, gradients released": flashoptim,
 }
 
 

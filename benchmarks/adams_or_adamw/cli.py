@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +26,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--data", type=Path, metavar="DIR", required=True, help="folder with CIFAR-10")
     run.add_argument("--arm", choices=ARMS, nargs="+", default=["A"], help="in this order (default: A)")
     run.add_argument("--workers", type=positive, default=2, metavar="N", help="runs at a time (default: 2)")
-    run.add_argument("--epochs", type=positive, metavar="N", help="to try the command out: needs --out")
-    run.add_argument("--images", type=positive, metavar="N", help="to try the command out: needs --out")
     others = (
         commands.add_parser("report", help="print what the finished runs say"),
         commands.add_parser("plot", help="draw what the finished runs say, beside their CSV file"),
@@ -36,19 +33,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for each in (run, *others):
         each.add_argument("--out", type=Path, metavar="DIR", help="folder of runs.csv (default: this repository's)")
     args = parser.parse_args(argv)
-    if args.command == "run" and (args.epochs or args.images) and args.out is None:
-        parser.error("--epochs and --images give other runs than those planned, wanted --out DIR for their rows")
     args.out = args.out or OUT
     return args
-
-
-def chosen(name: str, epochs: int | None, images: int | None) -> Arm:
-    arm = ARMS[name]
-    if epochs is not None:
-        arm = replace(arm, task=replace(arm.task, epochs=epochs, milestones=(), evaluate_every=epochs))
-    if images is not None:
-        arm = replace(arm, task=replace(arm.task, limit=images))
-    return arm
 
 
 def study(arm: Arm, root: Path | None, out: Path, workers: int) -> Study:
@@ -69,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.command == "run":
             check_images("cifar10", args.data)
             for name in args.arm:
-                study(chosen(name, args.epochs, args.images), args.data, args.out, args.workers).carry_out(console)
+                study(ARMS[name], args.data, args.out, args.workers).carry_out(console)
             return
         rows = Store(args.out / "runs.csv", FIELDS).read()
         if not rows:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import subprocess
 import time
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.adams_or_adamw.plan import Planned
+from benchmarks.conditions import commit
 from benchmarks.paper.data.images import Tensors
 from benchmarks.paper.training import lesson_of
 from benchmarks.studies.training import train
@@ -75,13 +74,3 @@ def digest(data: Tensors) -> str:
     for values in (data.train_images, data.train_labels, data.test_images, data.test_labels):
         whole.update(values.contiguous().numpy().tobytes())
     return whole.hexdigest()[:12]
-
-
-@lru_cache
-def commit() -> str:
-    """Of the code that runs, or nothing where it is no checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""

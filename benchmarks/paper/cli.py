@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "CIFAR-10, with lambda tuned on validation data, two hours on two cores; paper: the paper's settings, for a "
         "GPU; tiny: noise, seconds, to try the command out",
     )
-    folder = "folder with CIFAR-10 or -100 (Python or binary version); nothing is downloaded"
+    folder = "folder with the binary version of CIFAR-10 or -100; nothing is downloaded"
     parser.add_argument("--data", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/paper, or results/paper-PRESET")
     parser.add_argument("--task", nargs="+", metavar="DATA/MODEL", help="only these, such as cifar10/resnet18")

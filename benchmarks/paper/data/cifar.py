@@ -1,12 +1,9 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) from a folder, in either of the two formats that they are given out in."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) from a folder, in their binary version."""
 
 from __future__ import annotations
 
-import io
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +21,14 @@ class DataError(Exception):
 class Cifar:
     name: str
     classes: int
-    folders: tuple[str, str]  # of the Python version and of the binary one
-    files: tuple[str, ...]  # of the Python version; the last one holds the test images
-    labels: str
-    label_bytes: int  # before each binary image; the last of them is the label
+    folder: str
+    files: tuple[str, ...]  # the last one holds the test images
+    label_bytes: int  # before each image; the last of them is the label
 
 
-BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-CIFAR10 = Cifar("CIFAR-10", 10, ("cifar-10-batches-py", "cifar-10-batches-bin"), BATCHES, "labels", 1)
-CIFAR100 = Cifar("CIFAR-100", 100, ("cifar-100-python", "cifar-100-binary"), ("train", "test"), "fine_labels", 2)
+BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
+CIFAR10 = Cifar("CIFAR-10", 10, "cifar-10-batches-bin", BATCHES, 1)
+CIFAR100 = Cifar("CIFAR-100", 100, "cifar-100-binary", ("train.bin", "test.bin"), 2)
 
 
 def cifar(kind: Cifar, root: Path | None, of_each: int | None = None, for_testing: int | None = None) -> Tensors:
@@ -53,15 +49,14 @@ def cifar(kind: Cifar, root: Path | None, of_each: int | None = None, for_testin
 
 
 def files_of(kind: Cifar, root: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns what the files hold in their order. The binary version comes first where both are there."""
-    for suffix, read in ((".bin", read_binary), ("", read_pickle)):
-        for folder in () if root is None else (root, *(root / name for name in kind.folders)):
-            paths = [folder / f"{file}{suffix}" for file in kind.files]
-            if all(path.is_file() for path in paths):
-                return [read(path, kind) for path in paths]
+    """Returns the images and labels of each file."""
+    for folder in () if root is None else (root, root / kind.folder):
+        paths = [folder / file for file in kind.files]
+        if all(path.is_file() for path in paths):
+            return [read_binary(path, kind) for path in paths]
     raise DataError(
-        f"{kind.name} is needed: --data DIR, with {kind.files[0]} or {kind.files[0]}.bin and the others in it, or in "
-        f"its folder {' or '.join(kind.folders)}. Got {root}. Nothing is downloaded here."
+        f"{kind.name}'s binary version is needed: --data DIR, with {kind.files[0]} and the others in it, or in its "
+        f"folder {kind.folder}. Got {root}. Nothing is downloaded here."
     )
 
 
@@ -72,25 +67,3 @@ def read_binary(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(f"{path} has {values.size} bytes, wanted a multiple of {record}. Replace it by a whole one.")
     records = values.reshape(-1, record)
     return records[:, kind.label_bytes :], records[:, kind.label_bytes - 1]
-
-
-def read_pickle(path: Path, kind: Cifar) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        content = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-        images, labels = np.asarray(content["data"], dtype=np.uint8), np.asarray(content[kind.labels])
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a batch of {kind.name}'s Python version ({error}).") from error
-    if images.ndim != 2 or images.shape[1] != PIXELS:
-        raise DataError(f"{path} has images of shape {images.shape}, wanted (count, {PIXELS}).")
-    return images, labels
-
-
-class ArraysOnly(pickle.Unpickler):
-    """A pickle can run anything when loaded; CIFAR's need no more than NumPy's arrays."""
-
-    ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer", "scalar"})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, wanted arrays only")
