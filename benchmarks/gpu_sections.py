@@ -37,14 +37,8 @@ def environment() -> None:
     peers = ", ".join(f"{each.name} {each.version}" for each in installed) or "none"
     free, total = torch.cuda.mem_get_info()
     memory = f"memory    {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    driver = f"driver    {gpu.driver_version()}"
-    lines = [
-        *versions_and_devices(),
-        f"commit    {commit() or 'not known: no git clone'}",
-        driver,
-        memory,
-        f"peers     {peers}",
-    ]
+    source = f"commit    {commit() or 'not known: no git clone'}\ndriver    {gpu.driver_version()}"
+    lines = [*versions_and_devices(), source, memory, f"peers     {peers}"]
     if torch.cuda.get_device_name().startswith(VIRTUAL):
         say(
             "**This is the virtual GPU of tests/virtual_gpu: nothing ran on hardware, and no time or rate means "

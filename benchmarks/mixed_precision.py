@@ -7,7 +7,8 @@ with a GradScaler. DeepSpeedCPUAdam takes part where it is installed and builds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from benchmarks.step_times.contenders import (
     fused_adamw,
     parameters,
 )
-from benchmarks.step_times.harness import Case, Step, carry_out, command
+from benchmarks.step_times.harness import Case, carry_out, command
 from benchmarks.step_times.suites import QUICK_SUITES, SUITES
 
 SCALE = 1024.0
@@ -36,21 +37,15 @@ DEEPSPEED = "DeepSpeedCPUAdam"
 Makes = Mapping[str, Make]
 
 
-class Stepping(NamedTuple):
-    """What has a step, as optimizers do."""
-
-    step: Step
-
-
 def clipped(make: Make) -> Make:
     contender = Contender("", "", None, "", make, clips_before=True)
-    return lambda params: Stepping(contender.build(params))
+    return lambda params: SimpleNamespace(step=contender.build(params))
 
 
 def with_masters(make: Make) -> Make:
     """Wraps an optimizer without masters of its own: gradients are widened before it, parameters narrowed after."""
 
-    def made(params: Params) -> Stepping:
+    def made(params: Params) -> SimpleNamespace:
         masters = [torch.nn.Parameter(param.detach().float()) for param in params]
         for master in masters:
             master.grad = torch.empty_like(master)
@@ -63,13 +58,13 @@ def with_masters(make: Make) -> Make:
             with torch.no_grad():
                 torch._foreach_copy_(list(params), masters)
 
-        return Stepping(copy_step_copy)
+        return SimpleNamespace(step=copy_step_copy)
 
     return made
 
 
 def scaled(make: Make) -> Make:
-    def made(params: Params) -> Stepping:
+    def made(params: Params) -> SimpleNamespace:
         optimizer: Optimizer = make(params)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
         scaler.scale(torch.zeros(()))  # makes the scale
@@ -78,7 +73,7 @@ def scaled(make: Make) -> Make:
             scaler.step(optimizer)
             scaler.update()
 
-        return Stepping(step)
+        return SimpleNamespace(step=step)
 
     return made
 

@@ -25,17 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.conditions import OtherLoad, positive
 from benchmarks.step_times import contenders
-from benchmarks.step_times.contenders import (
-    ALL_REDUCE,
-    CLIPPED_PEER,
-    CONTENDERS,
-    MAX_GRAD_NORM,
-    PEER,
-    Contender,
-    Params,
-    adamw,
-    fused_adamw,
-)
+from benchmarks.step_times.contenders import CLIPPED_PEER, CONTENDERS, PEER, Contender, Params, adamw, fused_adamw
 from benchmarks.step_times.harness import Case, Step, Times, carry_out, command, interleaved_times
 from benchmarks.step_times.pictures import plot_sharded_step
 from benchmarks.step_times.suites import SUITES as ALL_SUITES
@@ -68,7 +58,7 @@ class AllReduce(Contender):
 
 
 FOREACH = partial(adamw, foreach=True)
-CLIPPED_ADAMW = fused_adamw(max_grad_norm=MAX_GRAD_NORM, backend="cpu")
+CLIPPED_ADAMW = fused_adamw(max_grad_norm=contenders.MAX_GRAD_NORM, backend="cpu")
 COMPARED = (
     CONTENDERS[PEER],
     CONTENDERS["AdamW foreach"],
@@ -80,7 +70,7 @@ COMPARED = (
     Contender("AdamW foreach + clip_grad_norm_", "foreach", None, CLIPPED_PEER, FOREACH, clips_before=True),
     CONTENDERS["FusedAdamS exact + clip (cpu)"],
     Contender("FusedAdamW + clip (cpu)", "cpu", 32, CLIPPED_PEER, CLIPPED_ADAMW),
-    AllReduce(ALL_REDUCE, "gloo", None, PEER, adamw),
+    AllReduce(contenders.ALL_REDUCE, "gloo", None, PEER, adamw),
 )
 BY_NAME = {contender.name: contender for contender in COMPARED}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from benchmarks.paper.models.resnet import BasicBlock, ResNet
+from benchmarks.paper.models import BasicBlock, ResNet
 
 CLASSES = 10  # of images
 

@@ -1,5 +1,5 @@
 """Times `optimizer.step()` in training loops with an older version of the package and with this one, turn by turn:
-python -m benchmarks.two_versions COMMIT
+python -m tests.two_versions COMMIT
 
 The older one is taken out of git, renamed, and built, in a minute; it stays in build/.
 """
@@ -59,6 +59,7 @@ def case_of(model: str, versions: dict[str, ModuleType], option: str) -> Case:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("two_versions", __doc__)
+    parser.prog = "python -m tests.two_versions"
     parser.add_argument("commit", help="of the older version")
     options = parser.parse_args(arguments)
     versions = {options.commit: older_version(options.commit), "this one": swd_fused}
