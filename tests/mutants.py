@@ -37,6 +37,7 @@ FILES = {
     "ROUNDING": "tests/core/test_mixed_precision.py",
     "CODES": "tests/backends/test_triton_eight_bit.py",
     "COMPILED": "tests/gpu_code/test_emulated_kernels.py",
+    "COMPILED_CODES": "tests/gpu_code/test_emulated_codes.py",
 }
 
 

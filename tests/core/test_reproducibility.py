@@ -151,7 +151,8 @@ def assert_same_after_resume(backend: str, name: str) -> None:
         step(optimizer, params, t)
     twins = copy.deepcopy(params)
     resumed = [(through_state_dict(optimizer, twins, **{**options, "lr": copy.deepcopy(options["lr"])}), twins)]
-    resumed += [copy.deepcopy((optimizer, params)), pickle.loads(pickle.dumps((optimizer, params)))]
+    if not is_interpreted(backend):  # all three rebuild the sums in the same way
+        resumed += [copy.deepcopy((optimizer, params)), pickle.loads(pickle.dumps((optimizer, params)))]
     for t in range(half, half + 2):
         step(optimizer, params, t)
         for other, others in resumed:

@@ -44,6 +44,9 @@ FORMS = {
     "full": StateDictOptions(full_state_dict=True),
     "full on rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
 }
+# Forms are torch's, and do not know of options: the exact run has all of them.
+CASES = [*(("exact", form) for form in FORMS), ("amsgrad", "flattened"), ("lagged", "sharded")]
+CASES += [("outliers", "full on rank 0"), ("adamw", "sharded"), ("adamw", "full")]
 
 
 def model_on_all_ranks() -> nn.Module:
@@ -65,13 +68,11 @@ def save(directory: Path) -> dict[str, Any]:
         for state in optimizer.state_dict()["state"].values():
             keys |= set(state)
             local_shapes |= {value.shape == value.to_local().shape for value in state.values() if value.dim()}
-        for form, form_options in FORMS.items():
-            save_one(directory / name / form, model, optimizer, form, form_options)
+        save_all(directory, name, model, optimizer)
     model = model_on_all_ranks()
     adamw = torch.optim.AdamW([{**group, "weight_decay": 0.3} for group in param_groups(model)], lr=LR)
     train(model, adamw, range(3))
-    for form, form_options in FORMS.items():
-        save_one(directory / "adamw" / form, model, adamw, form, form_options)
+    save_all(directory, "adamw", model, adamw)
     moments = whole_state(adamw, model)
     return {"keys": keys, "is whole": local_shapes, "adamw": moments}
 
@@ -79,6 +80,11 @@ def save(directory: Path) -> dict[str, Any]:
 def whole_state(optimizer: Any, model: nn.Module) -> list[dict[str, torch.Tensor]]:
     states = [optimizer.state[param] for param in model.parameters()]
     return [{key: sharded_model.whole(value).clone() for key, value in state.items()} for state in states]
+
+
+def save_all(directory: Path, name: str, model: nn.Module, optimizer: Any) -> None:
+    for form in (form for run, form in CASES if run == name):
+        save_one(directory / name / form, model, optimizer, form, FORMS[form])
 
 
 def save_one(path: Path, model: nn.Module, optimizer: Any, form: str, options: StateDictOptions) -> None:
@@ -123,20 +129,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def resume(directory: Path) -> dict[str, Any]:
     answers: dict[str, Any] = {}
-    for name, options in OPTIONS.items():
-        for form, form_options in FORMS.items():
-            model = model_on_all_ranks()
-            optimizer = FusedAdamS(param_groups(model), lr=0.5, **options)
-            load_one(directory / name / form, model, optimizer, form, form_options)
+    for name, form in CASES:
+        model = model_on_all_ranks()
+        if name in OPTIONS:
+            optimizer = FusedAdamS(param_groups(model), lr=0.5, **OPTIONS[name])
+            load_one(directory / name / form, model, optimizer, form, FORMS[form])
             answers[f"{name}, {form}"] = train(model, optimizer, range(HALF[name], STEPS))
             answers[f"numbers, {name}, {form}"] = optimizer.param_groups[0].get(KEY)
-    for form, form_options in FORMS.items():
-        model = model_on_all_ranks()
+            continue
         optimizer = FusedAdamS(param_groups(model), lr=LR)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adamw = torch.optim.AdamW(param_groups(model))
-            load_one(directory / "adamw" / form, model, adamw, form, form_options)
+            load_one(directory / "adamw" / form, model, adamw, form, FORMS[form])
             optimizer.load_state_dict(adamw.state_dict())
         moments = whole_state(optimizer, model)
         decays = [group["weight_decay"] for group in optimizer.param_groups]
@@ -162,8 +167,7 @@ def uninterrupted(name: str) -> Record:
     return sharded_model.defined(**(VARIANTS if name == "amsgrad" else {}))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "form"), [case for case in CASES if case[0] in OPTIONS])
 def test_resumed_equals_uninterrupted(resumed: list[dict[str, Any]], name: str, form: str) -> None:
     reference = uninterrupted(name)
     for answers in resumed:
@@ -178,7 +182,7 @@ def test_resumed_equals_uninterrupted(resumed: list[dict[str, Any]], name: str, 
             assert torch.equal(numbers, resumed[0][f"numbers, {name}, {form}"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for name, form in CASES if name == "adamw"])
 def test_adamws_distributed_checkpoints_load(
     resumed: list[dict[str, Any]], saved: tuple[Path, list[dict[str, Any]]], form: str
 ) -> None:

@@ -123,7 +123,7 @@ def test_plain_shards_are_numbered_apart() -> None:
     assert firsts == [rank * 2**40 for rank in range(RANKS)]
 
 
-# --- Saved on 2 ranks, resumed on 1, 2 and 4
+# --- Saved on 2 ranks, resumed on 1 and 4
 
 MODEL_SHAPES = [(13, 320), (13,), (20, 512), (20,)]
 HALF = 3
@@ -183,7 +183,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_resumed_on_other_ranks_to_the_bit(saved: Path, ranks: int) -> None:
     uninterrupted = {kind: run_steps(*new_run(kind), range(2 * HALF)) for kind in RESUMED}
     for answers in on_ranks(ranks, resume, saved):

@@ -72,3 +72,16 @@ CASES = {
     "lagged bf16 not aligned": Case(LAGGED, BF16, offset=1),
     "lagged amsgrad": Case({**LAGGED, "amsgrad": True}),
 }
+
+# Shorter and longer than blocks of 256, 512 and 1024, and than the 4096 to 8192 elements that pass 1 takes at once.
+SHAPES = [(1,), (513,), (1031,), (0,), (8192 + 1024 + 7,), (8192,)]
+# With codes: whole blocks, shorter ones at the end of rows that are aligned and that are not, vectors that end with a
+# whole access and within one, and small tensors between.
+CODED = [(9, 512), (7,), (8, 600), (11, 402), (513,), (5000,), (3, 5, 300), (4099,)]
+
+CODED_CASES = {
+    "fp32": Case(),
+    "bf16": Case({"stochastic_rounding": True, "seed": 7}, BF16),
+    "bf16 masters": Case({"master_weights": True, "seed": 7}, BF16),
+    "fp32 amsgrad": Case({"amsgrad": True}),
+}
