@@ -14,7 +14,7 @@ from swd_fused import FusedAdamS
 from swd_fused.state import eight_bit
 from swd_fused.state.rounding import scrambled
 from tests.definition import Group
-from tests.eight_bit_definition import EightBitAdamS
+from tests.eight_bit_definition import EightBitAdamS, random_bytes
 from tests.runs import error, is_interpreted, random_grads, random_params, run, steps_for, to_numpy
 
 # Rows of whole blocks, with a short last one, and shorter than a block; vectors; more dimensions; and small tensors.
@@ -73,20 +73,34 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+WRONG_NOISE = {
+    "codes stick": lambda key, block, element: (128, 128),
+    "the same bits in each step": lambda key, block, element: random_bytes(7, block, element),
+    "the same bits for both moments": lambda key, block, element: random_bytes(key, block, element)[:1] * 2,
+}
+
+
 @pytest.mark.backends(split=True)
 def test_against_the_definition(backend: str) -> None:
-    """To float32's rounding, but for the few codes that it changes."""
+    """To float32's rounding, but for the few codes that it changes. With other noise the definition is far away."""
     shapes = shapes_for(backend)
     params, grads = random_params(shapes), random_grads(shapes, steps_for(backend, 6))
     start = [to_numpy(param) for param in params]
     optimizer = FusedAdamS(one_group(params), state_dtype="8bit", backend=backend)
     run(params, grads, optimizer)
-    judge = EightBitAdamS(start, [Group(**one_group(list(range(len(params))))[0])])
-    judge.least_numel = eight_bit.LEAST_NUMEL
-    for step_grads in grads:
-        judge.step([to_numpy(grad) for grad in step_grads])
+
+    def judge_with(noise: Any = None) -> EightBitAdamS:
+        judge = EightBitAdamS(start, [Group(**one_group(list(range(len(params))))[0])])
+        judge.least_numel, judge.noise = eight_bit.LEAST_NUMEL, noise or judge.noise  # type: ignore[method-assign]
+        for step_grads in grads:
+            judge.step([to_numpy(grad) for grad in step_grads])
+        return judge
+
+    judge = judge_with()
     moved = float(np.sqrt(np.mean([np.mean((a - b) ** 2) for a, b in zip(judge.params, start, strict=True)])))
     assert error(params, judge.params) < 1e-4 * moved
+    for name, noise in WRONG_NOISE.items():
+        assert error(params, judge_with(noise).params) > 1e-3 * moved, name
     assert error(second_moments(optimizer), judge.exp_avg_sq) < 1e-4 * float(judge.exp_avg_sq_mean)
     assert float(optimizer.exp_avg_sq_mean) == pytest.approx(float(judge.exp_avg_sq_mean), rel=1e-6)
 
