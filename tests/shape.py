@@ -27,6 +27,9 @@ LIMITS = {
     "slowest file": 30,
 }
 
+# Asked for when the package's limit had been set, each a file of its own at the edge.
+NEWER = ("adamw.py", "averages.py", "outliers.py", "rms_grads.py", "state/other_libraries.py")
+
 
 def lines_of(top: str) -> Counter[str]:
     """Returns the lines of code of `top` and of each folder directly in it. Files beside these folders count as "."."""
@@ -49,6 +52,8 @@ def shape() -> list[tuple[str, int]]:
     for top in ("swd_fused", "csrc", "tests", "benchmarks"):
         counted += sorted(lines_of(top).items())
     counted += [("README.md", words_of([ROOT / "README.md"])), ("docs", words_of(sorted((ROOT / "docs").glob("*.md"))))]
+    newer = sum(len((ROOT / "swd_fused" / name).read_text().splitlines()) for name in NEWER)
+    counted.insert(1, ("swd_fused/ newer", newer))
     return [*counted, ("docs/notes", words_of(sorted((ROOT / "docs/notes").rglob("*.md"))))]
 
 
