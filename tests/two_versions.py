@@ -1,7 +1,5 @@
-"""Times `optimizer.step()` in training loops with an older version of the package and with this one, turn by turn:
-python -m tests.two_versions COMMIT
-
-The older one is taken out of git, renamed, and built, in a minute; it stays in build/.
+"""Times `optimizer.step()` in training loops with an older version of the package and with this one, turn by turn. The
+older one is taken out of git, renamed, and built, in a minute; it stays in build/.
 """
 
 from __future__ import annotations

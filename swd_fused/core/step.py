@@ -368,7 +368,7 @@ def take(stepper: Stepper, groups: Groups, state: State, grads: list[Tensor | No
     may_skip = call.found_inf is not None or skips_nonfinite
     gate = Gate(stepper.options.max_grad_norm, call.grad_scale, call.found_inf, skips_nonfinite, may_skip)
     step = Step(stepper, groups, state, stepper.source, gate)
-    params = list(chain.from_iterable(map(PARAMS, groups)))
+    params = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(PARAMS, groups)))
     if grads is None:
         grads = list(map(GRAD, params))
     if call.grad_sumsq is not None or stepper.in_parts.is_begun:

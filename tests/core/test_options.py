@@ -12,8 +12,7 @@ from tests.runs import random_params
 
 OPTIONS = {**GROUP_DEFAULTS, "process_group": None, **Options._field_defaults}
 
-# Groups count the steps that are left; the constructor's None is for 100 where there are any to take, or for 0. And
-# they keep what steps have seen. What None is for weight_decay depends on `decay`.
+# Groups count the steps that are left and keep what steps have seen; the constructor's None depends on other options.
 OF_GROUPS_ONLY = {"calibration_steps": 0, "largest_lr_so_far": 0.0, "weight_decay": 5e-4}
 ARGUMENTS = inspect.signature(FusedAdamS).parameters.keys() & OPTIONS.keys()
 
