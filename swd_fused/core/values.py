@@ -228,9 +228,9 @@ class GroupValues:
         ):
             return False
         rises = lr > seen["lr"]
-        row = HyperRow(lr, lr, *betas, *self.rows[index][4:])
-        if index in self.related:
-            row = hyper_row(group, self._decay)
+        row = (
+            hyper_row(group, self._decay) if index in self.related else HyperRow(lr, lr, *betas, *self.rows[index][4:])
+        )
         self.rows[index] = row
         for device in list(self._tables):
             if not self._tables[device].follows(index, row):

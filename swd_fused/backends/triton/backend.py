@@ -37,9 +37,8 @@ class TritonBackend(Backend):
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         plan: Plan = bucket.plan
         factor = plan.one if grad_factor is None else grad_factor
-        return plan.launch_all(kernels.max_exp_avg_sq_sum_kernel, bucket, {"grad_factor": factor})[
-            :, SLOT.max_sum
-        ].sum()
+        totals = plan.launch_all(kernels.max_exp_avg_sq_sum_kernel, bucket, {"grad_factor": factor})
+        return totals[:, SLOT.max_sum].sum()
 
     def last_sum(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
