@@ -227,15 +227,14 @@ class GroupValues:
             and 0 <= betas[1] < 1
         ):
             return False
-        rises = lr > seen["lr"]
-        row = (
-            hyper_row(group, self._decay) if index in self.related else HyperRow(lr, lr, *betas, *self.rows[index][4:])
-        )
+        row = HyperRow(lr, lr, *betas, *self.rows[index][4:])
+        if index in self.related:
+            row = hyper_row(group, self._decay)
         self.rows[index] = row
         for device in list(self._tables):
             if not self._tables[device].follows(index, row):
                 del self._tables[device]
-        if rises:
+        if lr > seen["lr"]:
             self.harmless_mean = self._harmless_mean()
         # Last: if Ctrl-C comes before, the next step takes them up again.
         seen["lr"], seen["betas"] = lr, betas
