@@ -63,9 +63,6 @@ def loaded(state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]], opti
     return {"state": state, "param_groups": groups}
 
 
-# --- Pickles and copies
-
-
 def pickled(stepper: Stepper, state: Mapping[Any, Any], clipped: ClippedSteps) -> dict[str, Any]:
     """Returns the entries that the steps so far add to a pickle.
 
