@@ -74,16 +74,12 @@ def check_params(params: Sequence[Tensor], where: str) -> None:
             _check_param(param)
 
 
-def _expands(param: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
-
-
 def _check_param(param: Tensor) -> None:
     if not (param.is_floating_point() or param.is_complex()):
         problem = "is neither floating-point nor complex. Leave it out, or convert it"
     elif param.is_conj() or param.is_neg():
         problem = "is a lazily conjugated or negated view. Make it from tensor.resolve_conj().resolve_neg()"
-    elif 0 in param.stride() and param.numel() and _expands(param):
+    elif param.numel() and any(not step and size > 1 for step, size in zip(param.stride(), param.shape, strict=True)):
         problem = (
             "has elements that share memory. Make it from tensor.contiguous(), or train the tensor that it expands"
         )

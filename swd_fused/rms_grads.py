@@ -30,8 +30,8 @@ def sums_of_last_step(stepper: Stepper, groups: Groups, state: State) -> dict[in
         if bucket.copies_steps:
             bucket.begin()
         # Not `known_sums`, which would keep these sums in the bucket: Triton's backend has another form for them.
-        ids = (id(params[number]) for number in bucket.numbers)
-        sums.update(zip(ids, bucket.present_sums().unbind(), strict=True))
+        by_tensor = bucket.backend.exp_avg_sq_sums(bucket) if bucket.sums is None else bucket.sums
+        sums.update(zip((id(params[number]) for number in bucket.numbers), by_tensor.unbind(), strict=True))
     return sums
 
 

@@ -40,6 +40,8 @@ from swd_fused.state.weights import joined, split
 CPU_PIECE = 1 << 20
 DEVICE_PIECE = 1 << 26
 
+Cut = tuple[slice, ...]
+
 
 class TorchBackend(Backend):
     is_capturable = False
@@ -185,8 +187,8 @@ def present_grads(bucket: Bucket) -> Iterator[tuple[int, Tensor]]:
 class Piece:
     """A part of a parameter and of its state, as views of the stored tensors."""
 
-    def __init__(self, bucket: Bucket, index: int, rows: slice, blocks: slice) -> None:
-        self._bucket, self._index, self._rows, self._blocks, state = bucket, index, rows, blocks, bucket.state
+    def __init__(self, bucket: Bucket, index: int, cut: Cut, blocks: slice) -> None:
+        self._bucket, self._index, self._cut, self._blocks, state = bucket, index, cut, blocks, bucket.state
         self._param, self._master = self.of(bucket.params[index]), self._part_of(state.masters)
         self._exp_avg, self._exp_avg_sq = self.of(state.exp_avgs[index]), self.of(state.exp_avg_sqs[index])
         self._maximum, self._average = self._part_of(state.max_exp_avg_sqs), self._part_of(state.ema_params)
@@ -196,7 +198,7 @@ class Piece:
             self._exp_avg_sq_scales = state.exp_avg_sq_scales[index][blocks]
 
     def of(self, tensor: Tensor) -> Tensor:
-        return tensor[self._rows] if tensor.dim() else tensor
+        return tensor[self._cut]
 
     def _part_of(self, tensors: Sequence[Tensor]) -> Tensor | None:
         return self.of(tensors[self._index]) if tensors else None
@@ -237,7 +239,7 @@ class Piece:
         elif self._master is not None:
             keep(self._master, weight)
         elif self._bucket.options.stochastic_rounding and self._param.dtype == torch.bfloat16:
-            numbers = self._bucket.element_numbers[self._index].from_row(self._rows.start)
+            numbers = self._bucket.element_numbers[self._index].within(self._cut)
             weight = stochastically_rounded(weight, rounding_key, numbers)
         keep(self._param, weight)
 
@@ -259,12 +261,17 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket, index: int) -> Iterator[Piece]:
-    return (Piece(bucket, index, rows, blocks) for rows, blocks in cuts_of(bucket.params[index]))
+    cuts = cuts_of(bucket.params[index], index in bucket.block_numbers)
+    return (Piece(bucket, index, cut, blocks) for cut, blocks in cuts)
 
 
-def cuts_of(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cuts a tensor between rows, and a vector between blocks of codes."""
-    return eight_bit.pieces(tensor.shape, CPU_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)
+def cuts_of(tensor: Tensor, has_codes: bool = False) -> Iterator[tuple[Cut, slice]]:
+    """Cuts a tensor along its longest dimension, or between blocks of codes. Yields slices of it and of its scales."""
+    shape, limit = tuple(tensor.shape), CPU_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE
+    dim = 0 if has_codes or not shape else shape.index(max(shape))
+    rows_and_length = (shape[dim], tensor.numel() // max(1, shape[dim])) if len(shape) > 1 else shape
+    for rows, blocks in eight_bit.pieces(rows_and_length, limit):
+        yield (*(slice(None),) * dim, rows) if shape else (), blocks
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -295,7 +302,6 @@ def sums_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> T
     sums = torch.zeros(len(tensors), dtype=dtype, device=device)
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            for rows, _ in cuts_of(tensor):
-                part = tensor[rows] if tensor.dim() else tensor
-                sums[index] += part.to(dtype, copy=True).square_().sum()
+            for cut, _ in cuts_of(tensor):
+                sums[index] += tensor[cut].to(dtype, copy=True).square_().sum()
     return sums

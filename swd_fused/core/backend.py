@@ -55,6 +55,10 @@ class Backend(Protocol):
     def pass1_amsgrad(self, bucket: Bucket, grad_factor: Tensor | None) -> Tensor:
         """Returns the sum of v^ after this step, for amsgrad, whose maxima have no recursion."""
 
+    def weighted_sum(self, bucket: Bucket, weights: Tensor) -> Tensor:
+        """Returns the sum of second moments, each tensor's times its weight. A weight of 0 leaves a tensor out."""
+        return torch.where(weights > 0, weights * bucket.known_sums(), 0.0).sum()
+
     def last_sum(self, bucket: Bucket) -> Tensor:
         """Returns the sum of v^ before this step over tensors that have taken a step, and their number of elements."""
 

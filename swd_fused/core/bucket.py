@@ -147,13 +147,10 @@ class Bucket:
         """The second moments over which the schedule takes its mean, or their codes."""
         return self.state.max_exp_avg_sqs if self.amsgrad else self.state.exp_avg_sqs
 
-    def present_sums(self) -> Tensor:
-        """Returns the sum of each tensor in `averaged`, rebuilt from storage if `sums` is None."""
-        return self.backend.exp_avg_sq_sums(self) if self.sums is None else self.sums
-
     def known_sums(self) -> Tensor:
-        """Returns `present_sums`, and keeps them."""
-        self.sums = self.present_sums()
+        """Returns the sum of each tensor in `averaged`, rebuilt from storage if `sums` is None."""
+        if self.sums is None:
+            self.sums = self.backend.exp_avg_sq_sums(self)
         return self.sums
 
     def allow_missing_sums(self) -> None:

@@ -263,12 +263,11 @@ class Snapshot:
 
     def refuse_unknown_shards(self) -> None:
         """Raises if plain tensors are shards of the model: sums over this rank alone would be wrong."""
-        if self.may_have_unknown_shards:
-            plain = [param for param in self._unsaid if not is_dtensor(param)]
-            if plain:
-                refuse_unknown_shards(plain, self.options.shared_sum)
-            refuse_stage_alone(self._params, self._unsaid, self.options.shared_sum)
-            self.may_have_unknown_shards = False
+        plain = [param for param in self._unsaid if not is_dtensor(param)]
+        if plain:
+            refuse_unknown_shards(plain, self.options.shared_sum)
+        refuse_stage_alone(self._params, self._unsaid, self.options.shared_sum)
+        self.may_have_unknown_shards = False
 
     def begin(self, values: GroupValues) -> None:
         """Prepares all buckets for a step with these hyper-parameters."""

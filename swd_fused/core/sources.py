@@ -196,10 +196,10 @@ def _carried_by(bucket: Bucket) -> Tensor:
     """Returns three sums over tensors with a gradient: of what v^ keeps from earlier steps, of the weights of squared
     gradients in v^, and of elements."""
     beta2 = bucket.hyper.column("beta2")[bucket.groups]
-    bias_correction2 = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
-    carried = beta2 * bucket.present_sums() / bias_correction2
-    weights = (1 - beta2) * bucket.numels / bias_correction2
-    return torch.where(bucket.has_grad, torch.stack([carried, weights, bucket.numels.to(carried)]), 0.0).sum(1)
+    corrections = bucket.hyper.bias_correction("beta2", bucket.groups, bucket.steps + 1)
+    carried = bucket.backend.weighted_sum(bucket, torch.where(bucket.has_grad, beta2 / corrections, 0.0))
+    fresh = torch.where(bucket.has_grad, (1 - beta2) * bucket.numels / corrections, 0.0).sum()
+    return torch.stack([carried, fresh, bucket.count])
 
 
 class FromCallerInParts(Source):
@@ -211,14 +211,14 @@ class FromCallerInParts(Source):
     """
 
     is_given = True
+    _sum: Tensor  # the sum of v before the present step
+    _steps: Tensor
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Drops the carried sum, after steps of another kind: the next call computes it from the state."""
-        self._sum: Tensor | None = None  # the sum of v before the present step
-        self._steps: Tensor | None = None
         self._next: tuple[Tensor, Tensor] | None = None  # sum and steps after the present step
         self._stepped: set[int] = set()
         self.is_begun = False
@@ -244,20 +244,17 @@ class FromCallerInParts(Source):
         self.continues = self._next is not None and self._stepped.isdisjoint(ids)
         self._stepped = self._stepped | ids if self.continues else ids
         if not self.continues:
-            self._sum, self._steps = self._next or stored_sum(*self._stored)
+            before = self._next or stored_sum(*self._stored)
+            self._sum, self._steps = (to_device(each, self._grad_sq.device) for each in before)
         if not gate.may_skip:  # a skipped update would leave the placeholder sums in place
             for bucket in snapshot.buckets:
                 bucket.allow_missing_sums()
-        assert self._sum is not None
-        assert self._steps is not None
         bias_correction2 = 1 - self._bias_correction * self._beta2 ** (self._steps + 1)
         carried = self._beta2 * self._sum / bias_correction2
         fresh = (1 - self._beta2) * self._grad_sq / bias_correction2
         return Sums(self._grad_sq, carried, fresh, torch.full_like(carried, self._numel))
 
     def leave(self, step: Step) -> None:
-        assert self._sum is not None
-        assert self._steps is not None
         factor, skip = step.grad_factor, step.skip
         grad_sq = self._grad_sq if factor is None else factor.square() * self._grad_sq
         after = self._beta2 * self._sum + (1 - self._beta2) * grad_sq

@@ -248,8 +248,8 @@ class GroupValues:
 
     def count_lrs(self, groups: Groups) -> None:
         """Counts the learning rates of a step, taken or skipped. Groups keep the largest if their decay needs it."""
-        for index, group in self.related.items():
-            self._decay.count_lr(group)
+        for index in self.related:
+            self._decay.count_lr(groups[index])
             if self._seen:
                 self._seen[index] = Seen.of(groups[index])
 

@@ -38,11 +38,9 @@ class Calibration(Observer):
     they are saved and loaded with it.
     """
 
-    def __init__(self) -> None:
-        self._mean: Tensor | None = None  # the last step's
-
     def restart(self, entries: Groups, is_fresh: bool) -> None:
-        self._mean, self.is_due = None, False
+        self._mean: Tensor | None = None  # the last step's
+        self.is_due = False
 
     def concerns(self, groups: Groups, options: Any) -> bool:
         return options.decay == "scheduled" and any(group["adamw_weight_decay"] is not None for group in groups)
@@ -96,9 +94,6 @@ class DecayWarning(Observer):
     """
 
     needs_small_mean, needs_all_steps = True, False
-
-    def __init__(self) -> None:
-        self.restart((), is_fresh=False)
 
     def restart(self, entries: Groups, is_fresh: bool) -> None:
         """Starts anew. `is_fresh` says that training begins here, so that the first steps count as early."""

@@ -31,9 +31,10 @@ class ElementNumbers(NamedTuple):
     first: int
     strides: tuple[int, ...]
 
-    def from_row(self, row: int) -> ElementNumbers:
-        """Returns the numbers of the part that begins at this index of the first dimension."""
-        return self._replace(first=self.first + (row * self.strides[0] if row else 0))
+    def within(self, cut: Sequence[slice]) -> ElementNumbers:
+        """Returns the numbers of a part, given slices of the first dimensions."""
+        starts = ((part.start or 0) * stride for part, stride in zip(cut, self.strides, strict=False))
+        return self._replace(first=self.first + sum(starts))
 
     def last(self, shape: Sequence[int]) -> int:
         """Returns the largest number in a tensor of this shape."""

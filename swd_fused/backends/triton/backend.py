@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from swd_fused.backends.triton.kernels import kernels
-from swd_fused.backends.triton.kernels.tables import SLOT
+from swd_fused.backends.triton.kernels.tables import SEGMENT, SLOT, SUM
 from swd_fused.backends.triton.launch import INTERPRETED, can_wait, refuses_cooperation
 from swd_fused.backends.triton.plan import PASSES, Plan
 from swd_fused.core.backend import Backend
@@ -39,6 +39,12 @@ class TritonBackend(Backend):
         factor = plan.one if grad_factor is None else grad_factor
         totals = plan.launch_all(kernels.max_exp_avg_sq_sum_kernel, bucket, {"grad_factor": factor})
         return totals[:, SLOT.max_sum].sum()
+
+    def weighted_sum(self, bucket: Bucket, weights: Tensor) -> Tensor:
+        plan: Plan = bucket.plan
+        parts = plan.parts_for(PASSES, bucket)
+        sums = [part.sums[: part.n_segments, SUM.total] * weights[part.segments[:, SEGMENT.tensor]] for part in parts]
+        return torch.cat(sums).sum()
 
     def last_sum(self, bucket: Bucket) -> Tensor:
         plan: Plan = bucket.plan
