@@ -271,8 +271,8 @@ def reads_by_the_host() -> dict[str, set[str]]:
                 param.grad = param.detach().clone()
             with ReadsByTheHost() as reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sources, "can_be_read", lambda value: False)
-                patch.setattr(step_module, "can_be_read", lambda value: False)
-                patch.setattr(metrics, "can_be_read", lambda value: False)
+                patch.setattr(step_module, "Tensor", None)  # so that results do not look like a CPU's
+                patch.setattr(metrics, "Tensor", None)
                 patch.setattr(DecayWarning, "note", lambda *_: None)  # it has a way of its own for GPUs
                 optimizer.step(**given)
         answers[name] = reads.names
