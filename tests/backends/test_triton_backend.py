@@ -245,7 +245,6 @@ sys.meta_path.insert(0, Nothing())
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
-    """And the package does not import Triton, which takes half a second."""
     output = output_of(f"import sys, swd_fused.backends\nassert 'triton' not in sys.modules\n{ASK}")
     assert 'backend="triton" cannot serve torch.float32 parameters on cpu: no Triton kernels for cpu devices' in output
     assert "with TRITON_INTERPRET=1, slowly" in output

@@ -78,7 +78,6 @@ def after_a_failed_reduction() -> dict[str, Any]:
 
 
 def dropped_after_failures() -> dict[str, str]:
-    """No step has told of the failure, and what would have come of it is not asked for."""
     answers = {}
     for how in ("load_state_dict", "sum_over", "schedule"):
         params, optimizer, (own, state_dict, _) = deserted()
@@ -92,15 +91,19 @@ def dropped_after_failures() -> dict[str, str]:
     return answers
 
 
+def failures() -> tuple[dict[str, Any], dict[str, str]]:
+    return after_a_failed_reduction(), dropped_after_failures()
+
+
 def test_a_failed_reduction_is_told_once() -> None:
-    answers, _ = once_on_ranks(2, after_a_failed_reduction)
+    (answers, _), _ = once_on_ranks(2, failures)
     assert answers["step"], "the peer is gone"
     assert (answers["load_state_dict"], answers["sum_over"], answers["alone"]) == ("", "", "")
     assert answers["equal"]
 
 
 def test_a_failed_reduction_that_is_dropped_is_nobodys_concern() -> None:
-    answers, _ = once_on_ranks(2, dropped_after_failures)
+    (_, answers), _ = once_on_ranks(2, failures)
     assert len(answers) == 8
     assert set(answers.values()) == {""}, answers
 

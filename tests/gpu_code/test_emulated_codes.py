@@ -1,9 +1,10 @@
-"""Compiled steps with moments in 8 bits, and the sums that steps leave: as of plain PyTorch, and of what is stored."""
+"""Compiled steps bit by bit: codes of 8-bit moments, the sums that steps leave, and any order of the warps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from swd_fused.state import eight_bit
 from swd_fused.state.eight_bit import CODES, SCALES
@@ -74,3 +75,27 @@ def test_the_sums_that_a_step_leaves_are_those_of_what_is_stored(case: Case, sha
     with emulated_launches(programs=3):
         _, optimizer = case.trained(params, grads[:2])
         rebuilt_sums(optimizer, programs=3)
+
+
+# --- Orders and races
+
+
+def race(case: Case, shapes: list[tuple[int, ...]], seed: int | None) -> list[Tensor]:
+    """Returns parameters and state after two steps whose accesses have an order between them."""
+    torch.manual_seed(0)
+    params, grads = case.start(shapes)
+    with emulated_launches(3, seed=seed, find_races=True):
+        own, optimizer = case.trained(params, grads[:2])
+    return [*own, *(value for param in own for value in optimizer.state[param].values())]
+
+
+@pytest.mark.parametrize(
+    ("case", "shapes"),
+    [
+        *((CASES[name], [(1,), (513,), (2048,)]) for name in ("fp32", "amsgrad clipped", "bf16 masters", "lagged")),
+        (Case({"state_dtype": "8bit"}), [(9, 512), (7,), (11, 402)]),
+    ],
+)
+def test_there_is_no_race(case: Case, shapes: list[tuple[int, ...]]) -> None:
+    """And any order of the warps gives the same bits."""
+    assert all(map(torch.equal, *(race(case, shapes, seed) for seed in (None, 0))))
